@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Lab:
-    """Builds what one study needs. Models and trainings follow a reading of pipeline/paper.yaml, not edits of params.yaml."""
+    """Builds what a study needs. Models and trainings follow a reading of pipeline/paper.yaml, not edits of params.yaml."""
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
         self.study, self.params, self.paper, self.reading = study, settings, paper, reading

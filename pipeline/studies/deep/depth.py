@@ -1,8 +1,8 @@
-"""Depth: which model trains at which depth without skips and LN, and what stops the others? Section 4 of He et al. 2023,
-with OSA added. He et al. train language models of width 1,024 on WikiText-103; we train ViTs of width 64 on MNIST.
+"""Depth: which model trains at which depth without skips and LN, and what stops the others?
 
-This folder's params.yaml lists the runs. All models of one depth have the same budget. Each takes the learning rate that
-the study `rates` found for its kind.
+We repeat Section 4 of He et al. 2023 with OSA added. They train language models of width 1,024 on WikiText-103; we train
+ViTs of width 64 on MNIST. pipeline/studies/deep/params.yaml lists the runs. All models of one depth have the same budget.
+Each has the learning rate that the study `rates` found for its kind.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from pipeline.training.loop import Training
 CLAIMS: tuple[str, ...] = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
 CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
 CLAIMS += ("attention_matters_at_72",)
-MLP_DRAWS = {  # OSA's runs: how the MLPs are drawn
+MLP_DRAWS = {  # a run of OSA → how its MLPs are drawn
     "osa_36": "independent",
     "osa_72": "independent",
     "osa_iso_36": "isometric",
@@ -37,7 +37,7 @@ MLP_DRAWS = {  # OSA's runs: how the MLPs are drawn
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
 SHALLOW = 36  # this many blocks train for two epochs, deeper models for one
-HIGHEST = 30.0  # range of train loss in the figure
+HIGHEST = 30.0  # largest train loss in the figure
 IMAGES = 8  # test images whose tokens are watched
 
 
@@ -71,8 +71,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def tokens(watched: pd.DataFrame) -> list[dict]:
-    """Returns mean cosine and effective rank of the tokens after the last block, before and after training: means over
-    runs."""
+    """Returns for each model the mean cosine and effective rank of the tokens after the last block: means over runs, before
+    and after training."""
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
     before, after = (each.groupby("name").mean() for each in (runs.first(), runs.last()))
@@ -83,15 +83,15 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 
 
 def step_times(path: Path) -> dict:
-    """Returns a machine and each model's step time there over ViT's, as pipeline/benchmarks/depth.py timed it."""
+    """Returns the machine, the depth, and each model's step time over ViT's, from pipeline/benchmarks/depth.py."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     over_vit = table.set_index("model")["over_vit"]
     return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA: a panel for each budget, a line for each list of runs, a second line for seeds that
-    fail."""
+    """Draws the train loss of OSA, with a panel for each budget. Each name has a line for the mean of the runs that train,
+    and another for those that fail."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in MLP_DRAWS.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
@@ -115,7 +115,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
-    """Returns the curves of a list of runs, split into runs that train and runs that fail; only finite losses."""
+    """Returns the curves of a name's runs that train, then of those that fail, without losses that are not finite."""
     outcomes: dict[bool, list[pd.DataFrame]] = {True: [], False: []}
     for curve in Results(tables).curves(name):
         outcomes[trains(curve["train_loss"].iloc[-1])].append(curve[np.isfinite(curve["train_loss"])])

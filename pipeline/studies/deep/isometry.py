@@ -1,12 +1,12 @@
-"""Isometric MLPs at finite width: do they keep the size of a token where independent draws let it wander?
+"""Isometric MLPs at finite width: do they keep the size of a token, which wanders with independent draws?
 
 We stack shaped MLPs without attention. The two layers of an MLP are drawn independently (SUO) or together
 (`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by H/d times a
-Beta(d/2, (H − d)/2) variable, so that after L MLPs
+Beta(d/2, (H − d)/2) variable. After L MLPs
 
     Var log |x|² ≈ 2 (1 − d/H) L/d.
 
-Then we compare the first gradient of OSA with either kind, on a few images.
+We also compare the first gradient of OSA with either kind of MLP, on a few images.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Measures networks: mean and standard deviation of log |x|²/d over tokens, quantiles of |x|²/d, and ‖J‖_F²/d."""
+    """Yields for each network mean and standard deviation of log |x|²/d over tokens, quantiles of |x|²/d, and ‖J‖_F²/d."""
     for draw, width, depth, seed in itertools.product(DRAWS, settings.widths, settings.depths, settings.seeds):
         network = stack(draw, width, depth, lab.generator(seed, f"isometry/{draw}/{width}/{depth}"))
         x = lab.normal(seed, "isometry/tokens", settings.tokens, width)
@@ -81,7 +81,7 @@ def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequent
 
 
 def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
-    """∂network/∂x at one token x (d,), (d, d)."""
+    """Returns ∂network/∂x, (d, d), at one token x (d,)."""
     jacobian = torch.eye(len(x), dtype=x.dtype)
     for mlp in network:
         assert isinstance(mlp, MLP)
@@ -95,11 +95,11 @@ def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """‖∂loss/∂θ‖₂ of models as initialised, and the mean squares of [cls] and of the largest token after the last block."""
+    """Yields for each model as initialised ‖∂loss/∂θ‖₂, and after the last block |x|²/d of [cls] and the largest token's."""
     for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
-        network = lab.model(config, seed).double()  # the weights with which a training begins
+        network = lab.model(config, seed).double()  # the initial weights of a training
         x = nn.Sequential(*network.blocks)(network.tokens(images))  # (images, N, d)
         cross_entropy(network.head(network.norm(x[:, 0])), labels).backward()
         q = x.detach().square().mean(-1)  # (images, N)
@@ -114,7 +114,7 @@ def spreads(table: pd.DataFrame) -> pd.Series:
 
 
 def predicted(width: int, depth: int) -> float:
-    """Returns this standard deviation as predicted for linear MLPs with independent draws."""
+    """Returns the standard deviation of log |x|² that we predict for linear MLPs with independent draws."""
     return math.sqrt(2 * (1 - 1 / HIDDEN_RATIO) * depth / width)
 
 
@@ -147,8 +147,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws a line for each draw and each of the three largest widths; dashed: the prediction for independent linear
-    MLPs."""
+    """Draws the standard deviation of log |x|² over depth: a line for each draw and for each of the three largest widths.
+    Dashed lines are the predictions for independent linear MLPs."""
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):

@@ -1,9 +1,9 @@
-"""Kernels with depth: how attention alone changes the tokens' kernel Σ = X Xᵀ/d, block by block. Figures 1, 6 and 7 of He et
-al. 2023.
+"""Kernels with depth: how does attention alone change the tokens' kernel Σ = X Xᵀ/d, block by block? (Figures 1, 6 and 7 of
+He et al. 2023.)
 
-Without MLPs and in the limit of wide networks an attention layer maps Σ to A Σ Aᵀ. We compute this in float64 and train
+Without MLPs and in the limit of wide networks, an attention layer maps Σ to A Σ Aᵀ. We compute this in float64 and train
 nothing. The rows are the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
-arrangements of norms and skips, and orthogonal attention, which needs X itself. Then come layers of real models, with
+arrangements of norms and skips, and orthogonal attention, which needs X itself. At the end come layers of real models, with
 several heads.
 """
 
@@ -38,7 +38,7 @@ from pipeline.studies.lab import Lab
 
 ROWS: tuple[str, ...] = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # as in Figure 7
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # lines of the figure: a label, and the model that lends its colour and style
+LINES = {  # row → its label in the figure, and the model with the same colour and style
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -47,13 +47,13 @@ LINES = {  # lines of the figure: a label, and the model that lends its colour a
     "osa": ("OSA", "osa_exact"),
 }
 COLLAPSED = 0.99  # above this mean cosine all tokens are practically one
-COLLAPSING = ("vanilla", "rms", "post_ln")  # rows that collapse to one direction, as Figures 1 and 7 show
+COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse to one direction, as in Figures 1 and 7
 TOLERANCE = 1e-10  # error of an identity: L products of N×N matrices with condition numbers up to 1e4
-NORM_TOLERANCE = 0.1  # error of q = 1 after all blocks with normalised skips, where E-SPA is an approximation
-CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: how far q may be from 1 with the correction, and its least value without
+NORM_TOLERANCE = 0.1  # |q − 1| after all blocks with normalised skips, for which E-SPA is an approximation
+CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: |q − 1| with the correction is smaller, q without it larger
 FIGURE_6 = (36, 0.02, 20)  # blocks, γ_L, and types of tokens, so that r = 0.05
-SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # L (1 − α²) is that of α = 0.98 at 36 blocks
-LAYERS = {  # orthogonal attention of several heads: the variant, and whether V and O are drawn for all heads together
+SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # SKIP_SCALE is L (1 − α²), for α = 0.98 at 36 blocks
+LAYERS = {  # orthogonal attention with several heads → its variant, and whether W^V, W^O are drawn for all heads together
     "osa_shaped": ("osa_shaped", True),
     "osa_joint": ("osa_exact", True),
     "osa_per_head": ("osa_exact", False),
@@ -65,7 +65,7 @@ class Settings(Section):
     seeds: Seeds
     depths: Depths  # the last one is L
     tokens: PositiveInt = 100
-    types: PositiveInt = 50  # types of tokens, drawn at random: two are the same with the probability r = 1/types
+    types: PositiveInt = 50  # number of types of tokens: two random tokens have the same type with probability r = 1/types
     heads: PositiveInt = 8  # heads of ALiBi
     rho: Fraction = 0.8
     gamma: PositiveFloat = 0.005
@@ -76,7 +76,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Returns mean cosine, rank and norms by row and depth; the schedules; Figure 6; layers of several heads."""
+    """Measures the kernels of each row and depth, the schedules, skips, Figure 6, and layers with several heads."""
     kernels, spectra = [], []
     for seed in settings.seeds:
         first = repeated_tokens(settings.tokens, settings.types, lab, seed)
@@ -113,7 +113,7 @@ def cosines(kernel: Tensor) -> Tensor:
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
-    """Returns the mean cosine of all tokens, of neighbours, and of tokens N/2 apart; the effective rank of C; q = diag Σ."""
+    """Returns the mean cosine of all tokens, of neighbours, and of tokens N/2 apart; C's effective rank; and q = diag Σ."""
     c, q = cosines(kernel), kernel.diagonal()
     near, far = 1, len(c) // 2
     return {
@@ -127,7 +127,7 @@ def summary(kernel: Tensor) -> dict[str, float]:
 
 
 def alibi(tokens: int, heads: int) -> Tensor:
-    """The causal attention matrices of ALiBi with logits of zero, softmax(−2^{−8k/h} (i − j)), (heads, N, N) (H.2)."""
+    """Returns ALiBi's causal attention with logits of zero, softmax(−2^{−8k/h} (i − j)), (heads, N, N) (H.2)."""
     place = torch.arange(tokens, dtype=torch.float64)
     distance = place[:, None] - place
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
@@ -135,7 +135,7 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
-    """Returns a block around attention with these matrices (heads, N, N); all heads have the same width."""
+    """Returns by name the map of Σ by one block with these softmax matrices (heads, N, N). All heads have the same width."""
 
     def attend(kernel: Tensor) -> Tensor:
         return (matrices @ kernel @ matrices.mT).mean(0)
@@ -150,7 +150,7 @@ def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
 
 
 def attending(matrices: Iterable[Tensor]) -> list[KernelMap]:
-    """Returns the map Σ ← A Σ Aᵀ of each matrix."""
+    """Returns the map Σ → A Σ Aᵀ of each matrix A."""
     return [partial(attended, matrix) for matrix in matrices]
 
 
@@ -160,14 +160,14 @@ def attended(matrix: Tensor, kernel: Tensor) -> Tensor:
 
 
 def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
-    """Σ_1, …, Σ_L."""
+    """Yields Σ_1, …, Σ_L: the kernel after each block."""
     for step in steps:
         kernel = step(kernel)
         yield kernel
 
 
 def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, Iterator[Tensor]]:
-    """The kernels of all blocks, for each row."""
+    """Returns for each row an iterator over its kernels, block by block."""
     n, depth = settings.tokens, settings.depths[-1]
     steps = softmax_rows(alibi(n, settings.heads), settings.shortcut) | {"vskipinit": lambda kernel: kernel}
     made = {name: through(first, [step] * depth) for name, step in steps.items()}
@@ -182,10 +182,10 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 
 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
-    """The kernels of X_l = exp(S_l) X_{l−1} W_l, of one head with orthogonal weights, from an X_0 with this kernel.
+    """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights and an X_0 with this kernel.
 
-    X_0 = √d Σ^½ is the symmetric root, which is unique. A root by eigenvectors would differ between machines where
-    eigenvalues are equal.
+    X_0 = √d Σ^½ is the symmetric root, which is unique. With repeated eigenvalues, a root from eigenvectors would differ
+    between machines.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
@@ -197,7 +197,7 @@ def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Genera
 
 
 def spectrum_change(before: Tensor, after: Tensor) -> float:
-    """The largest change of an eigenvalue, relative to the largest eigenvalue."""
+    """Returns the largest change of an eigenvalue over the largest eigenvalue."""
     first, last = (torch.linalg.eigvalsh(kernel) for kernel in (before, after))
     return ((last - first).abs().max() / first.max()).item()
 
@@ -206,7 +206,7 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 
 
 def schedules(settings: Settings) -> Iterator[dict]:
-    """Returns the distance of A_l ⋯ A_1 from block l's target kernel, for each form of signal-preserving attention."""
+    """Yields the largest error of P_l P_lᵀ, P_l = A_l ⋯ A_1, against block l's target, for each kind of attention."""
     n = settings.tokens
     depths = (6, *settings.depths[-1:])
     for kernel, causal, depth in itertools.product(KERNEL_KINDS, (True, False), depths):
@@ -225,7 +225,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Runs E-SPA with normalised skips from Σ_0 = I: q and cosines after all blocks, by Eq. 26 and by Eq. 25."""
+    """Yields q and cosines after all blocks of E-SPA with normalised skips from Σ_0 = I, by Eq. 26 and by Eq. 25."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -242,13 +242,13 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns the decay rate of Eq. 25 as printed, with λ_α² for λ_α, where Eq. 26 gives `after`."""
-    squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)  # −a(γ)² of both, so that λ_α² is their ratio
+    """Returns γ by Eq. 25 as printed, which has λ_α² for λ_α. `after` is γ by Eq. 26."""
+    squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)  # −a(γ)² of both; their ratio is λ_α²
     return -math.log1p(reached * (reached / squared)) / 2
 
 
 def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Returns Figure 6: the diagonal of Σ_l of one sequence, with and without the correction for repeated tokens."""
+    """Yields Figure 6: the diagonal of Σ_l for one sequence, with and without the correction for repeated tokens."""
     n, (depth, gamma, types) = settings.tokens, FIGURE_6
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0
@@ -263,7 +263,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Returns the change of an image's trace of X Xᵀ through consecutive layers of orthogonal attention."""
+    """Yields the largest relative change of tr X Xᵀ of an image after all layers of orthogonal attention."""
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         model = lab.model(config, settings.seeds[0], torch.float64)

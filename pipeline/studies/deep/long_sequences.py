@@ -1,12 +1,12 @@
-"""More tokens: what do smaller patches cost and bring? Section 3.1 in training, and Section 4.
+"""More tokens: what do smaller patches cost and bring? This tests Section 3.1 in training, and Section 4.
 
-We train ViT and OSA with patches of 4, 2 and 1 pixels, to see a cost linear in N in a real training. At initialisation α has
-to follow N: with ‖W̃‖₂ = 1 (Theorem 4.2)
+We train ViT and OSA with patches of 4, 2 and 1 pixels, to see a cost linear in N in a real training. We also ask how the
+initial α should change with N. With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
 
-    ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂²
+    ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂².
 
-for a head of Eq. 5. N tokens with mean square q have ‖X‖_F² = N d q and a rank of at most d, so N q ≤ ‖X‖₂² ≤ N d q. For
-tokens of a given size both bounds therefore grow in proportion to N; α in proportion to 1/N keeps them constant.
+N tokens with mean square q have ‖X‖_F² = N d q and a rank of at most d, so N q ≤ ‖X‖₂² ≤ N d q. So for tokens of a given
+size both bounds grow in proportion to N, and α ∝ 1/N keeps them constant.
 """
 
 import itertools
@@ -27,15 +27,15 @@ from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
-CASES = ("paper", "normalised", "following")  # the paper's tokens and α; tokens ÷ RMS; tokens ÷ RMS and α ∝ 1/N
+CASES = ("paper", "normalised", "following")  # as in the paper; tokens ÷ RMS; tokens ÷ RMS and α ∝ 1/N
 NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
 
 
 class Settings(comparison.Settings):
-    patches: list[PositiveInt]  # pixels a side, of models as initialised
+    patches: list[PositiveInt]  # sides of patches in pixels, for models as initialised
     initial_seeds: Seeds
     images: PositiveInt = 1
-    power_iterations: PositiveInt = 20  # leave an error of 1 %
+    power_iterations: PositiveInt = 20  # enough for an error of 1 %
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -43,7 +43,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Returns ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block of each case: means over images and heads."""
+    """Yields ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block for each patch size, case and seed: means over images and heads."""
     for patch, case, seed in itertools.product(settings.patches, CASES, settings.initial_seeds):
         variant = {"normalise_tokens": case != "paper"}
         config = lab.config(OSA, {"variant": variant, "model": {"patch_size": patch}})
@@ -68,12 +68,12 @@ def skew_norm(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> float:
 
 
 def stacked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """M = [Q, K] and M Jᵀ = [K, −Q], so that S = scale · M (M Jᵀ)ᵀ."""
+    """Returns M = [Q, K] and M Jᵀ = [K, −Q], so S = scale · M (M Jᵀ)ᵀ."""
     return torch.cat([query, key], -1), torch.cat([key, -query], -1)
 
 
 def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor, iterations: int) -> float:
-    """Returns ‖J₁‖₂ of one head at x (N, d) by power iteration: A[X] X W^V W^O differentiated through A alone (Theorem
+    """Returns ‖J₁‖₂ of one head at x (N, d) by power iteration: A[X] X W^V W^O, differentiated through A alone (Theorem
     4.1)."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value

@@ -1,5 +1,6 @@
-"""A pilot of deep models: about a hundred steps on few images. MLPs are drawn independently or as isometries; rate, warm-up,
-clipping and α vary. It shows which settings fail at once, before a run takes an hour.
+"""A pilot of deep models: about a hundred steps on few images show which settings fail, before a run takes an hour.
+
+MLPs are drawn independently or as isometries; the rate, the warm-up, clipping and α vary.
 """
 
 from typing import Annotated
@@ -15,7 +16,7 @@ from pipeline.studies.lab import Lab, first_steps
 class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of each mean loss
-    last: PositiveInt  # last steps, whose mean loss is listed too
+    last: PositiveInt  # the number of last steps of one more mean loss
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -28,7 +29,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists trainings: settings, first gradient, mean losses in windows and last steps; NaN once one has diverged."""
+    """Lists each training's settings, first gradient, and mean losses: in each window and over the last steps. A mean is NaN
+    once the training has diverged."""
     rows = []
     for name, (variant, overrides, seed) in settings.requests():
         config, table = lab.config(variant, overrides), tables["steps"]

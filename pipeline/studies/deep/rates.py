@@ -1,5 +1,5 @@
-"""Learning rates of deep models, and α of OSA shaped for depth: a grid of short trainings that chose the values of the study
-`depth`. No other study uses their seed.
+"""Learning rates of deep models, and α of `osa_shaped`: a grid of short trainings, from which we chose the values in the
+study `depth`. No other study uses their seed.
 """
 
 import math
@@ -14,16 +14,16 @@ from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
-OSA = "osa_shaped"  # the model whose α L is searched, at its best rate
+OSA = "osa_shaped"  # for this model we also search α L, at its best rate
 ALPHA_TIMES_DEPTH = 0.36  # α L during the search of rates
-LEARNS = 0.01  # a model learns if its best loss is this far below a guess's
+LEARNS = 0.01  # a model learns if its best loss is this far below that of guessing
 
 
 class Search(Section):
     depth: PositiveInt
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     steps: PositiveInt  # steps of each training
-    last: PositiveInt  # last steps, whose mean loss counts
+    last: PositiveInt  # a training's loss is the mean over this many last steps
 
 
 class Settings(Section):
@@ -40,7 +40,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
-    """Returns the loss at every rate for every model, then at the other α L for OSA."""
+    """Yields a row for every model and rate, and for OSA also for each other α L at the best rate."""
     for model in settings.models:
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
@@ -55,7 +55,7 @@ def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
 
 
 def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
-    """Runs one short training; returns the mean loss of its last steps, ∞ if it diverged."""
+    """Runs one short training. Returns the mean loss of its last steps, not finite if the training diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}
@@ -70,7 +70,7 @@ def loss_of(row: dict) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists each depth's trainings by model, best first; `learns` tells if the best is below a guess's loss."""
+    """Lists each depth's trainings by model, best first. `learns` says whether the best beats guessing."""
     searches = []
     for search in settings.searches:
         own, models = tables["trainings"], []

@@ -1,8 +1,8 @@
-"""Signals at initialisation: which models vanish, explode or collapse? Section 4 of He et al. 2023, and of the paper.
+"""Signals at initialisation: which models vanish, explode or collapse? (Section 4 of He et al. 2023, and of the paper.)
 
-For every model at several depths, before its first step: how do the tokens, the image's share in [cls], and the gradient
-change from block to block? Then, for OSA shaped for depth: how small must α be? A bound on the Jacobian says that α must
-fall as 1/(L ‖X‖₂²).
+For every model at several depths, we measure before the first step how the tokens and the gradient change from block to
+block, and how much of [cls] depends on the image. Then we ask how small α must be in `osa_shaped`. A bound on the Jacobian
+says that α must fall as 1/(L ‖X‖₂²).
 """
 
 import itertools
@@ -32,7 +32,7 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-SHAPED: dict[str, dict[str, Any]] = {  # OSA shaped for depth without one of its changes
+SHAPED: dict[str, dict[str, Any]] = {  # `osa_shaped` without one of its changes
     "per_head": {"joint_value_output": False},
     "gelu": {"activation": "gelu"},
     "tokens": {"normalise_tokens": False},
@@ -43,12 +43,12 @@ REST = ("softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "u
 SKIPS = ("espa_skip", "softmax_skip", "softmax_skip_nonorm")
 MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
-PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # models that keep ‖X‖_F, X Xᵀ or Σ_L
+PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # keep ‖X‖_F or X Xᵀ, or reach Σ_L
 BAND = (0.05, 0.95)  # quantiles over tokens
-SINGULAR = 1 / torch.finfo(torch.float64).eps  # from this κ on a matrix is singular in float64
-TOLERANCE = 1e-10  # error of kept quantities: tens of products of small matrices
-GRADIENT_RATIO = 2.0  # factor by which the attention may raise the first block's gradient
-LEAST_ALPHA = 1e-3  # least α L ‖X‖₂²/√d_v: here attention has practically no effect
+SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix with this κ or more is singular in float64
+TOLERANCE = 1e-10  # error after tens of products of small matrices
+GRADIENT_RATIO = 2.0  # we look for the α that raises the first block's gradient by this factor
+LEAST_ALPHA = 1e-3  # α L ‖X‖₂²/√d_v at which attention has practically no effect
 
 
 class Settings(Section):
@@ -62,8 +62,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each model and depth, by block and as a whole, the quantities attention keeps, and the α that doubles the
-    gradient."""
+    """Measures each model and depth (by block and as a whole), what attention keeps, and the α that doubles the gradient."""
     blocks, wholes = [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         changes: Overrides = {"model": {"depth": depth}, "variant": SHAPED.get(name, {})}
@@ -85,10 +84,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Returns a row for each block, and one for the whole model.
 
-    q                mean square of the block's output; q_low and q_high are `BAND`'s quantiles over its tokens
-    cosine, rank     mean cosine of two tokens, and effective rank of their cosines; means over images
-    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices; biases have a gradient however small the tokens are
-    image_share      part of [cls]'s energy after the last block that differs between images
+    q                mean square of the block's output; q_low and q_high are its quantiles `BAND` over tokens
+    cosine, rank     mean cosine of two tokens, and effective rank of the tokens' cosines; means over images
+    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices; biases have a gradient even if the tokens vanish
+    image_share      share of [cls]'s energy after the last block that differs between images
     kappa            κ(A_L ⋯ A_1), by `attention_condition`
     """
     model.zero_grad()
@@ -108,7 +107,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
 
 def of_tokens(x: Tensor) -> dict[str, float]:
-    """q, mean cosine and effective rank of (images, N, d)."""
+    """Returns q, its quantiles, the mean cosine and the effective rank of tokens (images, N, d)."""
     unit = F.normalize(x, dim=-1, eps=0)
     cosines = unit @ unit.mT  # (images, N, N)
     ranks = [effective_rank(values) for values in torch.linalg.eigvalsh(cosines).clamp(min=0)]
@@ -120,9 +119,9 @@ def of_tokens(x: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def attention_condition(model: VisionTransformer, images: Tensor) -> float:
-    """Returns κ(A_L ⋯ A_1) of each head's attention matrices: geometric mean over heads and images; ∞ from `SINGULAR` on.
+    """Returns κ(A_L ⋯ A_1) of the attention matrices: its geometric mean over heads and images, or ∞ from `SINGULAR` on.
 
-    NaN for models with skips, where tokens bypass this product.
+    Returns NaN for models with skips, where tokens bypass this product.
     """
     if model.blocks[0].skip:
         return math.nan
@@ -133,12 +132,12 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     return kappas.where(kappas < SINGULAR, math.inf).log().mean().exp().item()
 
 
-# Quantities that the attention keeps
+# What attention keeps
 
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Returns how far the attention layers of real models, without the rest, miss the aim of their initialisation.
+    """Yields how far a stack of a model's attention layers alone misses the ‖X‖_F or Σ that it should keep or reach.
 
     The tokens start with X Xᵀ/d = I, which needs d ≥ N.
     """
@@ -162,7 +161,7 @@ def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def wanted_kernel(variant, n: int) -> Tensor:
-    """Returns the target Σ_L in the order of tokens, [cls] first."""
+    """Returns the target Σ_L of a variant, with [cls] as the first token."""
     if variant.kernel is None:
         return torch.eye(n, dtype=torch.float64)
     if variant.kernel == "uniform":
@@ -176,8 +175,8 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Returns the α that doubles the first block's gradient against a small α, over depth, and over ‖X‖₂² by other
-    patches."""
+    """Yields the α at which the first block's gradient is twice that of a small α: over depth, and over ‖X‖₂², which patches
+    of other sizes change."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -193,17 +192,17 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
         alpha = doubling_alpha(model, images, cotangent, unit)
         yield {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared} | {
             "alpha": alpha,
-            "bound": 2 * alpha / unit,  # L times the bound on ‖J₁‖ of one head
+            "bound": 2 * alpha / unit,  # L times the bound on ‖J₁‖₂ of one head
         }
 
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
-    """Returns the least α at which the gradient has doubled, in steps of √2 with interpolation in logarithms."""
+    """Returns the least α at which the gradient has doubled: α grows in steps of √2, then we interpolate logarithms."""
     base = first_gradient(model, images, cotangent, LEAST_ALPHA * unit)
     below, alpha = (0.0, LEAST_ALPHA * unit), unit
     while True:
         ratio = math.log(first_gradient(model, images, cotangent, alpha) / base)
-        if not ratio < math.log(GRADIENT_RATIO):  # NaN is not either
+        if not ratio < math.log(GRADIENT_RATIO):  # true for NaN too
             share = (math.log(GRADIENT_RATIO) - below[0]) / (ratio - below[0])
             return math.exp(math.log(below[1]) + share * math.log(alpha / below[1]))
         below, alpha = (ratio, alpha), alpha * math.sqrt(2)
@@ -212,7 +211,7 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
 def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, alpha: float) -> float:
     """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, for U = `cotangent` (images, N, d).
 
-    ⟨U, X_L⟩ is a random linear function of all tokens; a loss would saturate and weight images differently.
+    ⟨U, X_L⟩ is a random linear function of all tokens. A loss would saturate, and weigh images differently.
     """
     model.zero_grad()
     blocks = blocks_of(model)
@@ -245,7 +244,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns means over seeds by model, depth and block, geometric for numbers that span orders of magnitude."""
+    """Returns means over seeds by model, depth and block, geometric for columns that span orders of magnitude."""
     keys = [key for key in ("model", "depth", "block") if key in table]
     logs = {name: np.log(table[name]) for name in ("q", "q_low", "q_high", "gradient") if name in table}
     means = table.assign(**logs).drop(columns="seed").groupby(keys, sort=False).mean()
@@ -258,7 +257,7 @@ def of_alpha(table: pd.DataFrame) -> dict:
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
         slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
-    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # both sweeps have one network in common
+    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # the two sweeps share a network
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(GRADIENT_RATIO)}
 
 

@@ -46,7 +46,7 @@ def speed_on(path: Path) -> dict:
 
 
 def statement(table: pd.DataFrame, limit: float) -> dict:
-    """Returns the row that decides “all ratios lie above `limit`”: the one that refutes it most, else the one nearest to it."""
+    """Returns the row that decides “all ratios lie above `limit`”: the one most against it, else the one nearest to it."""
     refuting = table[table["p90_over_dense"] < limit]
     return ratio(table.loc[refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()])
 

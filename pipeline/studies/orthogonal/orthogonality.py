@@ -42,7 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns the norms of the gradients, over all parameters, of the cross-entropy and of each penalty's sum over blocks."""
+    """Returns the norm of the gradient over all parameters: of the cross-entropy, and of each penalty summed over blocks."""
     blocks = [block for block, _, _ in blocks_of(model)]
     inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}

@@ -1,9 +1,9 @@
-"""Ablations by PyTorch's defaults: what the accuracies of Table 2 depend on, one change at a time.
+"""Ablations by PyTorch's defaults, a reading of the recipe: what do the accuracies of Table 2 depend on?
 
-We change the learning rate, each of the four details in which this reading differs from the first, exp, skip connections
-with LN, and the start of α. The baseline of every change is Table 2's runs, if params.yaml follows this reading too. The
-study attention_or_initialisation uses two changes of initialisation. Rules and expectations were written before the first
-run. A claim is shown once all its runs are there.
+One thing changes at a time: the learning rate, each of the four details in which this reading differs from the first, the
+map exp, skip connections with LN, or the initial α. We compare each change with Table 2's runs, if params.yaml follows this
+reading too. The study attention_or_initialisation uses the two changes of initialisation. We wrote rules and expectations
+before the first run. A claim is shown once all its runs have ended.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each verdict, for claims whose runs are all there."""
+    """Returns a row for each comparison of each claim whose runs have all ended."""
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
@@ -46,7 +46,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def results_of_ablations(lab: Lab) -> Results:
-    """Returns the runs of this study and their baselines in Table 2, for use by another study."""
+    """Returns the runs of this study with their baselines in Table 2, for another study."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
     return with_table_2(comparison.read(settings, own), own)
@@ -61,7 +61,7 @@ def with_table_2(tables: Tables, lab: Lab) -> Results:
 
 
 def has_baselines(lab: Lab) -> bool:
-    """True if Table 2, by the current params.yaml, is trained by the study's reading."""
+    """Returns whether Table 2 has runs of all baselines, and params.yaml configures them as the study's reading does."""
     table_2 = results_of(lab)
     return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 

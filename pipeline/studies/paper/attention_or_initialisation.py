@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
-The paper's OSA differs from ViT (no skip, no LN) in both. Here each changes alone: {softmax, OSA (exact)} × {Xavier,
-Section 4's initialisation}. By the first reading, the study first_reading supplies two of the four cells. By Table 2's
-reading, Table 2 supplies two and the study ablations the other two.
+The paper's OSA differs from ViT (no skip, no LN) in both. Here one changes at a time: {softmax, OSA (exact)} × {Xavier,
+Section 4's initialisation}. By the first reading, the study first_reading trains two of the four cells. By Table 2's
+reading, Table 2 has two and the study ablations trains the other two.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -14,13 +14,13 @@ from pipeline.studies.paper import CLAIMS_FILE, ablations
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor
-INTERACTION = (1, -1, -1, 1)  # weights: how much more Section 4's initialisation helps OSA than softmax
+INTERACTION = (1, -1, -1, 1)  # weights of the cells: by how much more Section 4 helps OSA than softmax
 CLAIMS: tuple[str, ...] = ("attention_matters", "attention_matters_with_xavier")
 CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the comparison by each of the two readings."""
+    """Compares the four cells by each of the two readings."""
     return {
         "first": four_cells(Results(tables, comparison.first_reading(lab))),
         "table_2": four_cells(ablations.results_of_ablations(lab)),

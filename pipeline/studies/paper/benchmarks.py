@@ -1,7 +1,7 @@
-"""Seconds of OSA on several machines, as timed by pipeline/benchmarks.
+"""Seconds of OSA on several machines, from the files of pipeline/benchmarks, whose scripts are run by hand.
 
-The scripts are run by hand. The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware
-with fast matrix products. The literal forms test this; our forms, which share their products, do not.
+The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
+The literal forms test this. Our forms do not, since they share their products.
 """
 
 from pathlib import Path
@@ -12,15 +12,19 @@ from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-PAPER = {"tokens": 50, "width": 16}  # one head of its models
+PAPER = {"tokens": 50, "width": 16}  # the size of one head of the paper's models
 SOFTMAX_CALLS = ("sdpa", "cudnn")
-WIDTH = 64  # width of the heads that a GPU timed
+WIDTH = 64  # width of heads in the files of a GPU
 PASS = "forward and backward"
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns step times over ViT's on each machine, CPUs first; times of Newton–Schulz over QR in attention alone; and the
-    speed of OSA (exact) over softmax's on each GPU."""
+    """Returns ratios of times on each machine, CPUs first.
+
+    steps       each model's training step over ViT's
+    attention   one call of Newton–Schulz over one of QR
+    calls       softmax over OSA (exact) on a GPU, for whole calls
+    """
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]
     calls = [against_softmax(path) for path in measured("gpu_attention.csv")]
@@ -28,8 +32,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns the time of Newton–Schulz over QR's, for attention of one head of the paper's models: of the literal
-    formulas, and of our methods."""
+    """Returns Newton–Schulz's time over QR's for one head of the paper's models: by the literal formulas, and by ours."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]
@@ -41,8 +44,10 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the speed of OSA (exact) over the fastest softmax attention's, by heads, tokens and ‖S‖₂. `make gpu
-    STEP=attention` timed whole calls with their gradients, as replays of CUDA graphs."""
+    """Returns the speed of OSA (exact) over that of the fastest softmax attention, by heads, tokens and ‖S‖₂.
+
+    `make gpu STEP=attention` timed whole calls with their gradients, as replays of CUDA graphs.
+    """
     table = files.read_csv(path)
     whole = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")]
     rows = []
@@ -56,14 +61,14 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """Returns one machine's step time of each model over ViT's, with trained weights if these were timed."""
+    """Returns each model's step time over ViT's on a CPU, with trained weights if these were timed."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """Returns the same from the table of `make gpu STEP=step`: replays of CUDA graphs, with weights as initialised."""
+    """Returns the same ratios on a GPU, from `make gpu STEP=step`: replays of CUDA graphs, with weights as initialised."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine_rows({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())

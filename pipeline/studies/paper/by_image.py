@@ -1,6 +1,6 @@
 """Table 2's runs image by image: differences of means over seeds and images, test loss, calibration, and votes of all seeds.
 
-It measures nothing: the stage `evaluate` listed the images that each run gets wrong, and the stage `tables` gathered them.
+It measures nothing. The stage `evaluate` listed the images that each run gets wrong; the stage `tables` gathered the lists.
 """
 
 import numpy as np
@@ -19,8 +19,8 @@ FEWEST_RUNS = 2  # fewest runs that give an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns for each model the final loss, accuracy, calibration error, and the accuracy of a vote of its runs; for each
-    comparison of accuracies the difference of means, with an interval over seeds and images."""
+    """Returns a row for each model: final loss, accuracy, calibration error, and the accuracy of its runs' majority vote.
+    Returns for each comparison of accuracies the difference of means, with an interval over seeds and images."""
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
         rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
@@ -30,8 +30,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
-    """Returns for each model an array (runs, images): 1 if a run gets a test image right, else 0. A diverged run has the
-    accuracy of a guess everywhere."""
+    """Returns for each model an array (runs, images): 1 if a run gets a test image right, else 0. Where a run diverged, all
+    its entries are the accuracy of guessing."""
     if "mistakes" not in tables or tables["per_class"].empty:
         return {}
     of_runs = tables["per_class"].groupby(["variant", "seed"])["images"].sum()
@@ -67,8 +67,8 @@ def model_row(tables: Tables, variant: str, right: np.ndarray) -> dict:
 
 
 def vote(mistakes: pd.DataFrame, runs: int, images: int) -> float:
-    """Returns the accuracy of a majority vote of the runs. If the right class ties with others, k in all, it counts 1/k."""
-    votes = mistakes.groupby(["image", "prediction"]).size()  # for each wrong class of each image
+    """Returns the accuracy of a majority vote of the runs. An image counts 1/k if the right class is one of k winners."""
+    votes = mistakes.groupby(["image", "prediction"]).size()  # votes for each wrong class of each image
     most = votes.groupby("image").max()
     leaders = (votes == votes.groupby("image").transform("max")).groupby("image").sum()
     for_right = runs - votes.groupby("image").sum()

@@ -1,7 +1,7 @@
-"""Table 1 and Section 3.1: what orthogonal attention costs, component by component and as a whole, on one head in float32.
+"""Table 1 and Section 3.1: what does orthogonal attention cost, by component and as a whole, for one head in float32?
 
-Multiply–adds and peak memory repeat exactly and are checked; the times are not. Exponents are slopes on
-log–log axes along three lines: N alone, d alone, and N and d together at fixed N/d, which measures the total degree.
+Multiply–adds and peak memory repeat exactly, and we check them; we do not check times. Exponents are slopes on log–log axes
+along three lines: N alone, d alone, and N and d together at fixed N/d, which measures the total degree.
 """
 
 import itertools
@@ -38,34 +38,34 @@ from pipeline.studies.lab import Lab
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 KEYS = ["sweep", "part", "pass"]
 TIMED = ("tokens", "widths")  # the sweeps that are timed
-METHODS: dict[str, Method] = {  # attention by each method, named as the model that has it
+METHODS: dict[str, Method] = {  # model → the method of its attention
     "osa_qr": "qr",
     "osa_ns": "newton_schulz",
     "osa_exact": "exact",
     "osa_cayley": "cayley",
     "osa_qr_literal": "qr_literal",
 }
-SMALLEST = 64  # tokens; N = 50 in the paper, from which 16,384 is 8 doublings
+SMALLEST = 64  # tokens of the smallest size; 8 doublings give 16,384, and the paper has N = 50
 NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
 class Settings(Section):
-    """Limits of the sweeps: `largest_tokens` of N = 64, 128, ... at fixed d, and `repeats`, the rounds of timing."""
+    """Sizes of the sweeps. `largest_tokens` ends N = 64, 128, ... at fixed d; `repeats` counts the rounds of timing."""
 
     largest_tokens: PositiveInt
     repeats: PositiveInt
-    width: PositiveInt = 16  # d_v of the paper's heads, while N varies
+    width: PositiveInt = 16  # d_v while N varies, that of the paper's heads
     widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # d varies, at `tokens`
     tokens: PositiveInt = 2048
     joint: Sizes = Field([8, 16, 32, 64, 128])  # both vary, at `tokens_per_width`
     tokens_per_width: PositiveInt = 32
-    most_tokens_matrix: PositiveInt = 4096  # above this, no N×N matrix is formed: several of 64 MiB would coexist
-    most_tokens_exponential: PositiveInt = 1024  # above this, no N×N exponential: its backward pass needs a 2N×2N one
+    most_tokens_matrix: PositiveInt = 4096  # the most tokens for N×N matrices: several of 64 MiB coexist
+    most_tokens_exponential: PositiveInt = 1024  # the most for an N×N exponential: its backward pass needs 2N×2N
     sample_seconds: PositiveFloat = 0.005  # a sample repeats its call for this long, far above the clock's resolution
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        least = 256 * self.width  # from here on N×N dominates N×d at every size that slopes are fitted to
+        least = 256 * self.width  # then N×N dominates N×d at all sizes of the fits
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -74,13 +74,13 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: "Lab") -> Tables:  # in quotes: unused here, so the stage need not depend on lab.py
+def measure(settings: Settings, lab: "Lab") -> Tables:  # unused, and in quotes: the stage need not depend on lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
 
 def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Counts multiply–adds and bytes of every call at every point. Bytes are the inputs plus the call's peak."""
+    """Counts multiply–adds and bytes of every call at every point. Bytes are those of the inputs plus the call's peak."""
     rows = []
     for sweep, tokens, width in tqdm(points(settings), desc="count", disable=None):
         for (part, direction), call in calls(tokens, width, settings, device).items():
@@ -91,7 +91,7 @@ def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Measures the median and quartiles of seconds of every call at every point of the timed sweeps."""
+    """Measures the seconds of every call at every point of the timed sweeps: median and quartiles."""
     rows, order = [], random.Random(SEED)
     timed = [point for point in points(settings) if point[0] in TIMED]
     for sweep, tokens, width in tqdm(timed, desc="time", disable=None):
@@ -114,7 +114,7 @@ def points(settings: Settings) -> list[tuple[str, int, int]]:
 
 
 def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Returns all calls to measure at one point, by part and pass. The settings limit N for calls that form N×N matrices."""
+    """Returns the calls to measure at one point, by part and pass. The settings limit N for calls that form N×N matrices."""
     most = dict.fromkeys(("small_dense", "application_dense", "softmax_dense"), settings.most_tokens_matrix)
     most["exponential_dense"] = settings.most_tokens_exponential
     every = parts(Inputs.draw(tokens, width, NORM, device)).items()
@@ -123,14 +123,17 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns the rows of Table 1, each on the results of earlier rows, two of them also in their written order; then
-    attention: ours by every method, torch's, and both with their N×N matrix."""
+    """Returns calls for the rows of Table 1, each with the results of earlier rows as inputs, and for whole attention.
+
+    Two rows also have a call in the order in which the paper writes the product. Attention is ours by every method and
+    torch's, each also with its N×N matrix.
+    """
     qkv = (x.query, x.key, x.value)
     m = torch.cat(qkv[:2], dim=-1)  # (1, 1, N, 2d)
     qr, newton_schulz = partial(qr_basis, dtype=m.dtype), partial(newton_schulz_basis, epsilon=EPSILON, dtype=m.dtype)
     basis = qr(m)  # (1, 1, N, 2d)
     small = small_skew(x.scale, basis, m)  # (1, 1, 2d, 2d)
-    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # ‖[S]‖₁ sets how many products matrix_exp takes
+    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # matrix_exp takes more products for a larger ‖[S]‖₁
     factors = (basis, torch.linalg.matrix_exp(small), x.value)
     osa = {name: partial(orthogonal_attention, scale=x.scale, method=method) for name, method in METHODS.items()}
     return {
@@ -150,69 +153,70 @@ def parts(x: Inputs) -> dict[str, Call]:
     }
 
 
-# Formulas of Table 1 that `osa.reference` lacks: in the order that costs O(N), and with each N×N matrix formed
+# Formulas of Table 1 that `osa.reference` lacks: in the order that costs O(N), and with the N×N matrix
 
 
 def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
-    """Returns BᵀB of the Newton–Schulz basis, all that `orthogonal_attention` needs: it iterates on 2d×2d matrices (end of
-    Section 3)."""
+    """Returns BᵀB of the Newton–Schulz basis, iterating on 2d×2d matrices (end of Section 3). `orthogonal_attention` needs
+    no more than BᵀB."""
     inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     return newton_schulz_gram(inverse_norm.square() * (m.mT @ m), num_iterations)
 
 
 def small_skew(scale: float, basis: Tensor, m: Tensor) -> Tensor:
-    """[S] = BᵀSB (Eq. 7) from BᵀM, without S."""
-    query, key = (basis.mT @ m).chunk(2, dim=-1)  # (1, 1, 2d, d) each
+    """Returns [S] = BᵀSB (Eq. 7) from BᵀM, without S."""
+    query, key = (basis.mT @ m).chunk(2, dim=-1)  # each (1, 1, 2d, d)
     return skew(scale, query, key)
 
 
 def small_skew_dense(scale: float, basis: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """[S] = BᵀSB (Eq. 7) with S formed, N×N."""
+    """Returns [S] = BᵀSB (Eq. 7) with S formed, N×N."""
     return basis.mT @ (skew(scale, query, key) @ basis)
 
 
 def expm1_times(small: Tensor, products: Tensor) -> Tensor:
-    """(exp[S] − I) BᵀV as `orthogonal_attention` has it, without exp[S]."""
+    """Returns (exp[S] − I) BᵀV without exp[S], as `orthogonal_attention` computes it."""
     return phi1_times(small, small @ products)
 
 
 def apply(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Eq. 6 times V, from the right to the left: V + B ((exp[S] − I) (BᵀV))."""
+    """Returns Eq. 6 times V, from right to left: V + B ((exp[S] − I) (BᵀV))."""
     products = basis.mT @ value
     return value + basis @ (exponential @ products - products)
 
 
 def apply_dense(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Eq. 6 with A = I + B (exp[S] − I) Bᵀ formed, N×N, then A V."""
+    """Returns A V with A = I + B (exp[S] − I) Bᵀ (Eq. 6) formed, N×N."""
     identity, small_identity = (torch.eye(n, dtype=value.dtype, device=value.device) for n in basis.shape[-2:])
     return (identity + basis @ (exponential - small_identity) @ basis.mT) @ value
 
 
 def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(QKᵀ/√d) V with the N×N matrix formed."""
+    """Returns softmax(QKᵀ/√d) V with the N×N matrix formed."""
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
-# Summaries of the tables alone
+# Summaries, which use the tables alone
 
-ORDERS = {  # the key of each part in `orders` of paper.yaml
+ORDERS = {  # part → its key in `orders` of paper.yaml
     **{"qr": "qr", "newton_schulz": "newton_schulz", "newton_schulz_gram": "newton_schulz", "small": "small"},
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-JUDGED = {"tokens": "N", "joint": "Nd"}  # degree in N, and total degree: together they decide an order at 2d ≤ N
+JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → its symbols. Degree in N and total degree decide an order for 2d ≤ N
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
-FIT_POINTS = 4  # slopes are fitted to this many of a sweep's largest sizes, as exponents are asymptotic
-TOLERANCE = 0.05  # excess of a slope over an exponent. A wrong power moves it by 1; one Taylor term or squaring more
-# among 15 by 0.03 over three doublings, and a lower-order term that is 10 % at their start by 0.04
+FIT_POINTS = 4  # slopes use this many of a sweep's largest sizes, since exponents are asymptotic
+TOLERANCE = 0.05  # how far a slope may exceed an exponent. A wrong power adds 1. Over three doublings, one Taylor term or
+# squaring more among 15 adds 0.03, and a lower-order term that is 10 % at the start adds 0.04.
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns exponents and checks of Table 1's components and of OSA as a whole, and OSA against torch's fused softmax
-    attention.
+    """Returns exponents and checks of Table 1's components and of OSA as a whole, and its ratios to torch's fused softmax.
 
-    "table_1" and "linear" are the largest excess of a slope over the paper's exponent. "formed" has the slopes over N of the
-    operations of Eq. 7 and 6 when S and A are formed. Crossings and ratios are of a forward and a backward pass.
+    table_1, linear   the largest excess of a slope over the paper's exponent
+    formed            slopes over N of the operations of Eq. 7 and 6 when S and A are formed
+
+    Crossings and ratios are for a forward and a backward pass.
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components: list[dict[str, Any]] = [
@@ -235,7 +239,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns the exponents of a part's operations and memory along `JUDGED`; NaN for fewer than three sizes."""
+    """Returns the exponents of a part's operations and memory along the sweeps of `JUDGED`; NaN for fewer than 3 sizes."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -246,7 +250,7 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree of an order such as "N d^2 + d^3" in all of `symbols` together: "N" or "Nd"."""
+    """Returns the degree of an order such as "N d^2 + d^3" in `symbols`: in N alone for "N", in both for "Nd"."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
@@ -264,9 +268,9 @@ def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 
 def crossing(ratio: pd.Series) -> float | None:
-    """Returns the N from which a ratio, indexed by N, stays below 1, interpolated on log–log axes.
+    """Returns the N from which on a ratio, indexed by N, stays below 1, interpolated on log–log axes.
 
-    The smallest N if the ratio is below 1 everywhere; None if it is not below 1 at the largest N.
+    Returns the smallest N if the ratio is always below 1, and None if it is not below 1 at the largest N.
     """
     above = np.flatnonzero(ratio >= 1)
     if len(above) == 0:
@@ -279,8 +283,7 @@ def crossing(ratio: pd.Series) -> float | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws time and peak memory of a forward and a backward pass over N: OSA, and softmax, fused and with its N×N
-    matrix."""
+    """Draws time and peak memory of a forward and a backward pass over N, for OSA, fused softmax and N×N matrices."""
     lines = {part: look_of(part).line(label=lab.label(part)) for part in OSA}
     lines["softmax"] = look_of("softmax").line(label="softmax, fused")
     lines["softmax_dense"] = {"color": PALETTE[4], "label": "softmax, N×N"}

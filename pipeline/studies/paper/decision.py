@@ -1,8 +1,8 @@
-"""Is OSA (QR) as accurate as ViT? Eleven fresh seeds of each decide it, or leave it open.
+"""Is OSA (QR) as accurate as ViT? Eleven new seeds of each decide it, or leave it open.
 
-Seeds 10 to 14 leave this claim of Section 5 open. Declared before the first run of seed 15: seeds 15 to 25 by Table 2's
-recipe, alone; the rule and the limit of the claim `osa_matches_vit`; no pooling with earlier seeds, no look before all runs
-are there, no further seeds, whatever comes out. Nothing of the runs is shown until then.
+Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared: seeds 15 to 25 alone decide,
+trained by Table 2's recipe, by the rule and limit of the claim `osa_matches_vit`. We pool them with no earlier seeds and add
+none, whatever comes out. The page shows no result until all runs have ended.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
 
 CLAIM = "osa_matches_vit"
-FAMILY = 5  # primary comparisons, which Holm's correction takes together
+FAMILY = 5  # number of primary comparisons in Holm's correction
 
 
 class Settings(comparison.Settings):
     spreads: dict[Name, PositiveFloat]  # standard deviations of seeds 10 to 14, in points
-    differences: list[float] = Field(min_length=1)  # in points, at which the power is simulated
+    differences: list[float] = Field(min_length=1)  # true differences in points, for which the power is simulated
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """The power of the comparison, and once all runs are there their accuracies and the verdict."""
+    """Returns the power of the comparison and, once all runs have ended, both models' accuracies and the verdict."""
     claim = read_claim(CLAIMS_FILE, CLAIM, Accuracy)
     sizes = [len(training.seeds) for training in settings.runs.values()]
     summary: dict[str, Any] = {
@@ -44,14 +44,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """The verdict for another study; None until all runs are there."""
+    """Returns the verdict for another study; None until all runs have ended."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
     return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:
-    """The verdict of a claim's first comparison; None while a run is missing."""
+    """Returns the verdict of a claim's first comparison; None while a run is missing."""
     first, second = claim.compare[0]
     if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
         return None
@@ -59,12 +59,12 @@ def judge(claim: Accuracy, results: Results) -> Verdict | None:
 
 
 def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:
-    """How often the rule decides, simulated.
+    """Simulates how often the rule decides.
 
     Returns:
-        rows        for each true difference in points, the shares of experiments that come out reproduced and contradicted
-        together    the shares reproduced with Holm's correction where both models are equally accurate: if no other
-                    comparison of the family is significant, and if all but one are
+        rows        for each true difference in points, the shares of experiments that are reproduced and contradicted
+        together    the shares reproduced after Holm's correction if both models are equally accurate: when no other
+                    comparison of the family is significant, and when all others but one are
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

@@ -1,8 +1,8 @@
 """The first steps of OSA from the same weights and images: Newton–Schulz with the paper's K = 6 and with 10, and QR.
 
 Section 3 prefers Newton–Schulz for its stable gradients. Its error grows with ‖S‖₂, which nothing bounds during training. A
-run fails if the mean loss of its last steps is a guess's or not finite. Repeating it in float64 from the same weights shows
-the effect of rounding. Fisher's exact test compares how many seeds fail.
+run fails if the mean loss of its last steps is that of guessing, or not finite. We repeat a failing run in float64 from the
+same weights, to see the effect of rounding.
 
 It takes one core an hour and a half, so no DVC stage runs it: `python -m pipeline study first_steps`.
 """
@@ -27,7 +27,7 @@ from pipeline.studies.charts import legend, logarithmic, panels
 from pipeline.studies.lab import Lab, first_steps
 from pipeline.training.loop import Training
 
-LEARNT = GUESS_LOSS - 0.1  # a model has left the guess if the mean loss of its last steps is lower
+LEARNT = GUESS_LOSS - 0.1  # a run learns if the mean loss of its last steps is lower
 LAST_STEPS = 20
 
 
@@ -36,7 +36,7 @@ class Settings(comparison.Settings):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each step of each run: loss and gradient, and after the step ‖S‖₂ and the singular values of A."""
+    """Measures each step of each run: the loss and the gradient, and after the step ‖S‖₂ and the singular values of A."""
     tables = []
     for name, (variant, overrides, seed) in settings.requests():
         config = lab.config(variant, overrides)
@@ -84,14 +84,14 @@ def extremes(training: Training) -> dict[str, float]:
 
 
 def learns(losses: pd.Series, steps: int) -> bool:
-    """True if a run has left the guess. A run that ended early, at a loss that is not finite, has not."""
+    """Returns whether a run learns. A run that ended early, at a loss that is not finite, does not."""
     return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists each model's failing seeds in float32, and in float64 too, and the extremes of both groups.
+    """Lists each model's seeds that fail in float32 and in float64, and the extremes of the runs that learn and that fail.
 
-    `failing` and `failing_double` are also totals.
+    The totals of `failing` and `failing_double` count over models.
     """
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
@@ -116,7 +116,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
-    """Returns the extremes over all steps of the given runs; None without runs."""
+    """Returns the extremes over all steps of these runs; None if there are none."""
     return None if rows.empty else {"skew_norm": rows["skew_norm"].max(), "smallest": rows["smallest"].min()}
 
 

@@ -1,4 +1,4 @@
-"""Footnote 6: whether ViT and ViT (no skip) differ by more on harder data than on MNIST; and whether OSA matches ViT there.
+"""Footnote 6: is the gap between ViT and ViT (no skip) wider on harder data than on MNIST? And does OSA match ViT there?
 
 The models are trained by the first reading on CIFAR-10 as JPEG images; the study first_reading supplies the runs on MNIST.
 The claim is about points. Near 100 % a point is worth more, so we give the gap in log-odds too.
@@ -17,7 +17,7 @@ MATCHES = ("osa_matches_vit_on_harder_data", "osa_iso_matches_vit_on_harder_data
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's accuracy on both data sets, and the verdict."""
+    """Returns each model's accuracy on both data sets, and the verdicts."""
     first = comparison.first_reading(lab)
     own, mnist, results = Results(tables), Results(first), Results(tables, first)
     models = {name: training.variant for name, training in settings.runs.items()}

@@ -1,4 +1,4 @@
-"""Choices that the paper leaves open: one is changed at a time and compared with the runs of the first reading."""
+"""Choices that the paper leaves open. We change one at a time and compare with the runs of the first reading."""
 
 from matplotlib.figure import Figure
 
@@ -13,7 +13,7 @@ MARGIN = 1.0  # points: a larger change would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists the alternatives by key of params.yaml and by name, how many have runs, and which matter."""
+    """Lists the alternatives by key of params.yaml and by name, counts those with runs, and lists those that matter."""
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
     for row in rows:
@@ -29,10 +29,10 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """Returns each choice's accuracy and its change from the first reading's runs that start, with the 95 % interval.
+    """Returns each choice's accuracy, and its change from the first reading's runs that start, with a 95 % interval.
 
-    We assume one spread for both samples, as if the choice changed nothing; so one run is enough for an interval. A choice
-    matters if its whole interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
+    We assume the same spread in both samples, as if the choice changed nothing, so one run is enough for an interval. A
+    choice matters if its whole interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():

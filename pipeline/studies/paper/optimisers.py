@@ -1,9 +1,9 @@
 """OSA without skips and LN against ViT on CIFAR-10, each with the better of two optimisers at the best of three rates.
 
-Short trainings search the rate of each model and optimiser. The rate with the lowest train loss after the last epoch is
-taken: a choice by test accuracy would use the test set twice. Long trainings follow, with other seeds. For each model we
-take the optimiser whose long trainings end with the lower mean train loss. The claim was written before the first run.
-Nothing is shown until all runs are there.
+Short trainings search the rate of each model and optimiser. The rate with the lowest train loss after the last epoch wins: a
+choice by test accuracy would use the test set twice. Long trainings follow, with other seeds. For each model we take the
+optimiser whose long trainings end with the lower mean train loss. We wrote the claim before the first run. The page shows
+nothing until all runs have ended.
 """
 
 import itertools
@@ -26,8 +26,8 @@ SEARCH = "_search"  # suffix of a short training's name
 
 
 class Settings(Section):
-    """Every model (under its name in the claim) is trained by every optimiser, at every rate with `search_seed`, then at the
-    best rate with `seeds`."""
+    """Every optimiser trains every model (under its name in the claim): at every rate with `search_seed`, then at the best
+    rate with `seeds`."""
 
     reading: Name  # a key of readings in pipeline/paper.yaml
     set: Overrides  # values replaced in all trainings
@@ -51,8 +51,8 @@ def search_requests(settings: Settings, model: str, optimizer: str) -> dict[floa
 
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
-    """Returns the rate whose short training ends with the lowest train loss; None until all are there. A diverged training
-    counts as an infinite loss."""
+    """Returns the rate whose short training ends with the lowest train loss; None until all have ended. A diverged training
+    has an infinite loss."""
     requests = search_requests(settings, model, optimizer)
     losses = {}
     for rate, request in requests.items():
@@ -63,7 +63,7 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields name and request of each short training, and of each long training whose search has ended."""
+    """Yields the name and request of each short training, and of the long trainings whose search has ended."""
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():
             yield f"{model}_{optimizer}{SEARCH}", each
@@ -77,7 +77,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the runs, and `rates`: the rate of each model and optimiser whose search has ended."""
+    """Returns the tables of the runs, and in `rates` the rate of each model and optimiser whose search has ended."""
     listed, rates = [], {}
     for name, (variant, overrides, seed) in requests(settings, lab):
         listed.append((name, lab.run(variant, overrides, seed), lab.config(variant, overrides)))
@@ -87,7 +87,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns a row for each model and optimiser, and, once all runs are there, the verdict."""
+    """Returns a row for each model and optimiser, and the verdict; neither until all runs have ended."""
     results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}
@@ -108,7 +108,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def mean_loss(results: Results, name: str) -> float:
-    """Returns the mean of the last train losses; a diverged run counts as a guess."""
+    """Returns the mean of the last train losses. A diverged run has the loss of guessing."""
     losses = results.losses(name)
     return sum(losses) / len(losses)
 

@@ -1,9 +1,9 @@
 """Is OSA (QR) as accurate as ViT, each at its own learning rate? The paper gives both the same.
 
-Declared before its first run. A search trains each model by Table 2's recipe at three rates with one seed, and holds out
-5,000 training images; the rate with the lowest loss on these images is taken, and nothing else chooses. If the highest rate
-wins, one more is tried; a best rate at either end is said to be one. A training that diverges has an infinite loss. Five
-fresh seeds of each model at its rate then decide, by the same limit and test as the study `decision`.
+We declared this before the first run. A search trains each model by Table 2's recipe at three rates with one seed, and holds
+out 5,000 training images. The rate with the lowest loss on these images wins; nothing else counts. If the highest rate wins,
+the search tries a higher one. The page says if the winner is the lowest or highest rate tried. A training that diverges has
+an infinite loss. Then five new seeds of each model at its rate decide, by the limit and test of the study `decision`.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class Settings(Section):
     reading: Name  # a key of readings in pipeline/paper.yaml
     models: Annotated[list[Name], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
-    last_rate: PositiveFloat  # tried where the highest of the rates is the best
-    held_out: PositiveInt  # training images by whose loss a search chooses
+    last_rate: PositiveFloat  # tried if the highest of `rates` is the best
+    held_out: PositiveInt  # training images whose loss decides a search
     search_seed: Seed
     seeds: Seeds
     spreads: dict[Name, PositiveFloat]  # as in the study decision
@@ -42,8 +42,8 @@ def request(model: str, rate: float, seed: int, **train: Any) -> Request:
 
 
 def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | None]:
-    """The loss on held-out images at each rate that the search tries, infinite where training diverged, None where no
-    training has ended."""
+    """Returns the loss on held-out images at each rate of a model's search: infinite if training diverged, None if it has
+    not ended."""
     losses = {rate: search_loss(settings, model, rate, lab) for rate in settings.rates}
     if None not in losses.values() and best(losses) == max(settings.rates):
         losses[settings.last_rate] = search_loss(settings, model, settings.last_rate, lab)
@@ -51,7 +51,7 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    """The last loss of a search on the held-out images, which stand in for the test images."""
+    """Returns the last loss of a search on the held-out images. The run calls it test loss."""
     return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 
@@ -60,12 +60,12 @@ def search_request(settings: Settings, model: str, rate: float) -> Request:
 
 
 def best(losses: dict[float, Any]) -> float:
-    """The rate with the lowest loss."""
+    """Returns the rate with the lowest loss."""
     return min(losses, key=losses.__getitem__)
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """The name and request of each training; of those at a model's own rate once its search has ended."""
+    """Yields the name and request of each training. Those at a model's best rate follow once its search has ended."""
     for model in settings.models:
         losses = searches(settings, model, lab)
         for rate in losses:
@@ -80,12 +80,12 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """The tables of all runs that there should be so far."""
+    """Returns the tables of all runs requested so far."""
     return comparison.tables_of_requests(requests(settings, lab), lab)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """The power of the comparison, and once all runs are there each model's rate, its losses by rate, and the verdict."""
+    """Returns the power of the comparison and, once all runs have ended, each model's rate and losses, and the verdict."""
     claim, results, sizes = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), [len(settings.seeds)] * 2
     power = decision.powers(claim, settings.spreads, settings.differences, sizes)
     summary: dict[str, Any] = {"power": power, "rows": [], "verdict": None}
@@ -101,7 +101,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """The verdict for another study; None until all runs are there."""
+    """Returns the verdict for another study; None until all runs have ended."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
     return decision.judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))

@@ -1,13 +1,13 @@
-"""Readings of the recipe, and their distance from the paper: common code bases fill in the details that it leaves open.
+"""Which reading of the recipe is nearest to the paper? Common code bases fill in the details that the paper leaves open.
 
 A run's name joins its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
 the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) − log-odds(the
-paper's): a point counts for more near 100 %.
+paper's). Log-odds weigh a point more near 100 %.
 
-A configuration is *the* recipe, as far as five numbers can tell, if all five lie in the prediction intervals of one more run
-that starts, and its distance is below LIMIT. This was fixed before seeds 10 to 14, which decide it for PyTorch's defaults.
-The first reading's ten seeds have 0.24; five seeds of the true recipe pass in 79 to 96 % of simulated experiments, five of
-the first reading in 1 to 3 %.
+We call a configuration the recipe if each of the paper's five numbers lies in the prediction interval of one more run that
+starts, and its distance is below LIMIT. We fixed this rule before seeds 10 to 14, which decide it for PyTorch's defaults.
+The first reading's ten seeds have a distance of 0.24. In simulated experiments, five seeds of the true recipe pass in 79 to
+96 %, and five of the first reading in 1 to 3 %.
 """
 
 import math
@@ -38,7 +38,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """Compares a configuration's models with the paper's; returns its distance, and whether it is the recipe."""
+    """Compares a configuration's models with the paper's. Returns its distance, and whether it is the recipe."""
     models: dict[str, dict[str, Any]] = {}
     for model, values in accuracies.items():
         if values:

@@ -1,8 +1,8 @@
-"""Does a training repeat? Runs of Table 2 and of the first reading, trained once more: by another process, for another
+"""Does a training repeat? Some runs of Table 2 and of the first reading were trained twice: by another process, for another
 study, or here since the last commit.
 
-On one kind of machine every bit of the weights and curves is the same. Elsewhere rounding differs, and the
-accuracy may be that of one more seed, as other studies show that trained the same configuration and seed.
+On the same kind of machine every bit of the weights and curves repeats. On another kind rounding differs, and the accuracy
+can differ as much as between seeds.
 """
 
 import json
@@ -38,7 +38,7 @@ class Repeat(Section):
 
 
 class Settings(Section):
-    """The runs that are trained again, by a reading of pipeline/paper.yaml."""
+    """The runs to train again, by a reading of pipeline/paper.yaml."""
 
     reading: Name
     runs: list[Repeat]
@@ -49,10 +49,10 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Compares pairs of trainings, a row for each.
+    """Returns a row for each pair of trainings of the same configuration and seed.
 
-    repeats     runs of studies that repeat one of Table 2 or of the first reading, this study's first
-    replaced    runs of Table 2 that another training has replaced since the last commit
+    repeats     a run of this or another study, and the run of Table 2 or of the first reading that it repeats
+    replaced    a run of Table 2 trained since the last commit, and the committed run that it replaces
     """
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]
     for run, record in recorded():
@@ -64,7 +64,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def ended_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run; None if no training of it has ended."""
+    """Returns the record and metrics of a run; None if its training has not ended."""
     record = run.record()
     return (record, run.metrics()) if record else None
 
@@ -84,7 +84,7 @@ def compared(pairs: Iterable[tuple[Run, EndedRun | None, EndedRun | None]]) -> p
 
 
 def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
-    """Compares two trainings; accuracies in per cent, as training measured them."""
+    """Returns a row that compares two trainings. Accuracies are in per cent, as measured during training."""
     new, old = after[0], before[0]
     row: dict[str, Any] = {"variant": run.variant, "seed": run.seed, "of": old.study}
     row["same_recipe"] = (new.config, new.numerics) == (old.config, old.numerics)
@@ -99,10 +99,10 @@ def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Counts repeats with the same bits on one kind of machine, and compares repeats elsewhere with one more seed.
+    """Counts the repeats on the same kind of machine that have the same bits, and compares the others with one more seed.
 
-    other_bits   the repeats on one kind of machine whose bits differ, with both accuracies
-    replaced     likewise for trainings that replace a committed one
+    other_bits   repeats on the same kind of machine with different bits, and both accuracies
+    replaced     trainings that replace a committed one, and both accuracies
     """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]

@@ -1,8 +1,7 @@
 """Does rounding decide whether a run starts?
 
-We repeat a run that did not start, with initial weights that differ by a millionth. The runs differ from it by
-`train.perturbation` alone. If some start and others do not, a difference far below any choice of a recipe decides. Nothing
-is shown until all runs are there.
+We repeat a run that did not start, with initial weights that differ by a millionth: only `train.perturbation` changes. If
+some repeats start and others do not, rounding matters more than the recipe. The page shows nothing until all runs have ended.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ from pipeline.studies.lab import Lab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns the accuracy (%) of each draw, and how many start."""
+    """Returns the accuracy (%) of each repeat, and how many start."""
     results = Results(tables)
     accuracies = [accuracy for name in settings.runs for accuracy in results.accuracies(name)]
     start = sum(len(results.starting(name)) for name in settings.runs)

@@ -28,8 +28,10 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the relative error of ∂⟨W, output⟩/∂M in float32, for each M with σ_max = 1 and each method, against autograd
-    through the dense reference of the same function in float64."""
+    """Measures the relative error of ∂⟨direction, output⟩/∂M in float32 for each M with σ_max = 1 and each method.
+
+    We compare with autograd through the dense reference of the same function in float64.
+    """
     rows = []
     for condition, seed in itertools.product(settings.conditions, settings.seeds):
         m = matrix_with_condition(TOKENS, 2 * WIDTH, condition, generator=lab.generator(seed, f"m/{condition:g}")).float()
@@ -47,7 +49,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method) -> Tensor:
-    """Returns ∂⟨direction, attention⟩/∂M, (N, 2d_v), by a method of the library or a function of the reference."""
+    """Returns ∂⟨direction, attention⟩/∂M, (N, 2d_v). `method` is a name in the library or a function of the reference."""
     m = m.clone().requires_grad_()
     query, key = (part[None] for part in m.chunk(2, dim=-1))  # (1, N, d_v)
     if callable(method):

@@ -1,6 +1,6 @@
-"""Stability: whether OSA trains stably where gradients go through a QR decomposition, as Section 5 observed.
+"""Does OSA train stably with gradients through a QR decomposition, as Section 5 observed?
 
-`osa_qr` computes the same function and never differentiates a decomposition, so its runs say nothing about this.
+The variant `osa_qr` computes the same function but never differentiates a decomposition, so its runs cannot tell.
 """
 
 from pipeline.statistics.claims import Results, Stability, largest_rise, read_claim

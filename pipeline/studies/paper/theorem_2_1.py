@@ -1,7 +1,7 @@
 """Theorem 2.1: exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K].
 
 QR and exact must give the dense exponential up to rounding, which checks the code. Newton–Schulz (Eq. 9) stops before its B
-is orthonormal: how far from exp(S) is its A? Measured over ‖S‖₂ and cond(M) of Gaussian M, and in layers as initialised.
+is orthonormal: how far is its A from exp(S)? We vary ‖S‖₂ and cond(M) of Gaussian M, and measure layers as initialised.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ‖A − exp(S)‖₂ for every case, method and precision. Each head of a layer has a row, for its worst image."""
+    """Measures ‖A − exp(S)‖₂ for every case, method and precision. A layer has a row for each head, from its worst image."""
     rows = []
     for (tokens, width), seed in itertools.product(settings.sizes, settings.seeds):
         m = lab.normal(seed, f"theory/exponential/{tokens}x{width}", tokens, 2 * width)
@@ -64,7 +64,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> list[dict]:
-    """A row for each precision and head, of the image with the largest error.
+    """Returns a row for each precision and head, from the image with the largest error.
 
     Args:
         query, key: (images, h, N, d_v).
@@ -78,7 +78,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
             "condition": torch.linalg.cond(torch.cat([q, k], -1).double()),
             "error": exponential_error(q, k, c, method, **options),
             "tolerance": exponential_tolerance(q, k, c, method),
-        }  # (images, h) each
+        }  # each (images, h)
         for head, worst in enumerate(columns["error"].argmax(0).tolist()):
             values = {column: each[worst, head].item() for column, each in columns.items()}
             rows.append(identity | {"head": head + 1, "method": method, "dtype": name} | values)
@@ -86,17 +86,17 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """‖A − exp(S)‖₂, (...): A by `method` in the inputs' own dtype, exp(S) dense in float64 from the same inputs."""
+    """Returns ‖A − exp(S)‖₂, (...): A by `method` in the inputs' dtype, exp(S) as a dense matrix in float64."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 
 
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
-    """Bound of `exponential_error` by rounding: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
+    """Returns a bound on `exponential_error` by rounding: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", μ = |scale| · ‖M‖₂².
 
-    γ is `rounding` over max(N, 2d_v). S is computed with an error of γ μ, dense or not, and exp moves by no more than its
-    skew argument does (Lemma C.7). "exact" multiplies by Z with ‖Z‖₂ ≤ μ vectors of size ‖M‖₂, and the result by
-    scale · ‖M‖₂, so that μ enters twice; the functions of Z in between act as functions of S, whose norms are at most 1.
+    γ is `rounding` over max(N, 2d_v). S has an error of γ μ, dense or not, and exp moves by at most as much as S does (Lemma
+    C.7). "exact" multiplies Z, ‖Z‖₂ ≤ μ, by vectors of size ‖M‖₂, and the result by scale · ‖M‖₂, so μ enters twice. The
+    functions of Z in between act as functions of S, and their norms are at most 1.
 
     Args:
         query, key: (..., N, d_v).
@@ -111,8 +111,7 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the worst error of "qr" and "exact" by precision, and the largest ‖A − exp(S)‖₂ over heads of each trained
-    model."""
+    """Returns the worst error of "qr" and "exact" by precision, and the largest ‖A − exp(S)‖₂ of each trained model."""
     errors = tables["errors"]
     identical = errors[errors["method"].isin(IDENTICAL)]
     checks = {dtype: worst_case(own["error"], own["tolerance"]) for dtype, own in identical.groupby("dtype")}

@@ -1,8 +1,8 @@
-"""Theorem 2.2: Σ_l = X_l X_lᵀ = A Σ₀ Aᵀ with A ∈ SO(N), so that rank and eigenvalues of Σ₀ are kept at every depth.
+"""Theorem 2.2: Σ_l = X_l X_lᵀ = A Σ₀ Aᵀ with A ∈ SO(N), so every depth keeps the rank and eigenvalues of Σ₀.
 
 We stack one-head layers without MLP, skip or norm, with W^V W^O orthogonal. QR and exact must keep the spectrum up to
-rounding, which checks the code. How do softmax, with and without a skip, and Newton–Schulz change it? The tokens are
-Gaussian, or those of an image.
+rounding, which checks the code. How do Newton–Schulz, softmax, and softmax with a skip change it? The tokens are Gaussian or
+an image's.
 """
 
 import itertools
@@ -29,13 +29,13 @@ from pipeline.studies.lab import Lab
 
 ORTHOGONAL_METHODS = ("qr", "exact")  # methods whose A is orthogonal up to rounding
 SOFTMAX_STACKS = ("softmax", "softmax, skip")  # stacks for comparison
-TOLERANCE = 1e-10  # relative change of an eigenvalue: 64 layers · n · eps · cond(X), about 1,000 for real tokens
+TOLERANCE = 1e-10  # relative change of an eigenvalue: 64 layers · n · eps · cond(X), where cond(X) is about 1,000
 
 
 class Settings(Section):
     seeds: Seeds
     depths: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
-    alphas: list[PositiveFloat] = Field([0.1, 1], min_length=1)  # the paper's initial one, and one that takes A far from I
+    alphas: list[PositiveFloat] = Field([0.1, 1], min_length=1)  # the paper's initial α, and one that takes A far from I
 
     @model_validator(mode="after")
     def _depths_rise(self):
@@ -45,7 +45,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the spectrum for all tokens and seeds, and every eigenvalue of Σ_l for the first seed's image."""
+    """Measures the spectrum of Σ_l for each input and seed, and lists its eigenvalues for the first seed's image."""
     summary, spectra = [], []
     for seed in settings.seeds:
         image = _image_tokens(lab, seed)  # (N, d)
@@ -82,7 +82,7 @@ def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
 
 
 def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, (d, d) each, shared by all stacks of a seed."""
+    """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, each (d, d). All stacks of a seed share them."""
     generator = lab.generator(seed, "theory/stack")
     draw = lambda: stiefel_uniform(width, width, generator=generator, dtype=torch.float64)  # noqa: E731
     return [(draw(), draw(), draw() @ draw()) for _ in range(settings.depths[-1])]
@@ -91,11 +91,11 @@ def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[
 def attention_stack(
     x: Tensor, weights: list[tuple[Tensor, Tensor, Tensor]], attention: Callable[..., Tensor], skip: bool
 ) -> Iterator[Tensor]:
-    """Yields X₀ = x, then X_l = attention(X W^Q_l, X W^K_l, X W_l) [+ X for `skip`] of each layer l.
+    """Yields X₀ = x, then X_l = attention(X W^Q_l, X W^K_l, X W_l) [+ X for `skip`] of each layer l, where X = X_{l−1}.
 
     Args:
         x: (N, d).
-        weights: for each layer W^Q, W^K and W = W^V W^O, (d, d) each: one head, no MLP (Theorem 2.2).
+        weights: W^Q, W^K and W = W^V W^O of each layer, each (d, d): one head, no MLP (Theorem 2.2).
         attention: (query, key, value) → (N, d).
     """
     yield x
@@ -108,14 +108,14 @@ def attention_stack(
 def kernel_eigenvalues(x: Tensor) -> Tensor:
     """Returns the min(N, d) largest eigenvalues of Σ = X Xᵀ, in descending order: squared singular values of X (N, d).
 
-    The others are zero. Computed from the product itself, eigenvalues below eps · λ₁ would be lost.
+    The other eigenvalues are zero. An eigendecomposition of X Xᵀ would lose eigenvalues below eps · λ₁.
     """
     return torch.linalg.svdvals(x).square()
 
 
 def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
     """Returns effective rank, λ₁/Σλ, Σλ, and the largest relative change of an eigenvalue since depth 0."""
-    kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # not zero: squares of singular values
+    kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # above the rounding of squared singular values
     return {
         "effective_rank": effective_rank(values),
         "largest_share": (values[0] / values.sum()).item(),
@@ -125,10 +125,9 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the worst eigenvalue of "qr" and "exact", the largest change with Newton–Schulz, and effective ranks of
-    images.
+    """Returns the largest change of an eigenvalue ("qr" and "exact"; Newton–Schulz), and effective ranks of images.
 
-    Ranks are means over seeds: before the first layer, and after the last one of softmax attention.
+    Ranks are means over seeds: before the first layer, and after the last layer of each softmax stack.
     """
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]

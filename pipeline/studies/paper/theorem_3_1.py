@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
-Proved for singular values σᵢ of B of at most 1, such as those of Newton–Schulz (Eq. 9): there it checks the code. Do
-the bounds hold with Polar Express, whose σᵢ pass 1 before they converge, and how orthogonal are the layers? We vary K,
-cond(M) and ‖S‖₂, and measure the layers of the models as initialised at their K.
+The proof needs singular values σᵢ ≤ 1 of B, as Newton–Schulz (Eq. 9) has them; there the study checks the code. Do the
+bounds hold with Polar Express, whose σᵢ pass 1 before they converge? And how orthogonal are the layers? We vary K, cond(M)
+and ‖S‖₂, and measure the layers of the models as initialised at their K.
 """
 
 import itertools
@@ -39,13 +39,13 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUND_COLUMNS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # the dash pattern for each condition number of M
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one dash pattern for each condition number of M
 
 
 class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[50, 16]])  # N, d_v: the paper's
-    iterations: PositiveInt = 12  # K from 1 to here
+    iterations: PositiveInt = 12  # the largest K
     norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # norms of S that trained layers have
     conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # condition numbers of M
 
@@ -70,18 +70,18 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Yields a row for each iteration, S, number of iterations and, in models, image and head.
+    """Returns a row for each iteration, S and number of iterations, and in models for each image and head.
 
     Args:
         m: ([images, h,] N, 2d_v).
-        condition: of M, ([images, h]).
+        condition: cond(M), ([images, h]).
         skews: each S, ([images, h,] N, N).
-        counts: of iterations, in rising order.
+        counts: numbers of iterations, in rising order.
     """
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():
         for s, k in itertools.product(skews, counts):
-            measured = _orthogonality(s, bases[k - 1])  # ([images, h]) each
+            measured = _orthogonality(s, bases[k - 1])  # each ([images, h])
             for index in np.ndindex(condition.shape):
                 case = {"condition": condition[index].item(), "iteration": iteration, "num_iterations": k}
                 place = {"image": index[0], "head": index[1] + 1} if index else {}
@@ -90,19 +90,19 @@ def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], cou
 
 
 def _bases(m: Tensor, num_iterations: int) -> dict[str, list[Tensor]]:
-    """Returns M₁ … M_K of both iterations."""
+    """Returns M₁, …, M_K of Newton–Schulz and of Polar Express."""
     express = [POLAR_EXPRESS[min(k, len(POLAR_EXPRESS) - 1)] for k in range(num_iterations)]
     return {"newton_schulz": iterates(m, [(1.5, -0.5, 0.0)] * num_iterations), "polar_express": iterates(m, express)}
 
 
 def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[Tensor]:
-    """M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²) with G_k = M_kᵀM_k, from M₀ = M/(‖M‖_F + ε) for M (..., N, 2d_v).
+    """Iterates M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k, from M₀ = M/(‖M‖_F + ε) for M (..., N, 2d_v).
 
-    Eq. 9 for (1.5, −0.5, 0) at every step; with those of Amsel et al. (2025) the steps overshoot: singular values pass 1
-    before they converge to it.
+    (1.5, −0.5, 0) at every step is Eq. 9. The coefficients of Amsel et al. (2025) overshoot: singular values pass 1 before
+    they converge to it.
 
     Returns:
-        M₁, M₂, …, (..., N, 2d_v) each.
+        M₁, M₂, …, each (..., N, 2d_v).
     """
     basis = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     bases = []
@@ -121,21 +121,21 @@ def _orthogonality(s: Tensor, basis: Tensor) -> dict[str, Tensor]:
 
 
 def low_rank_exponential(basis: Tensor, s: Tensor) -> Tensor:
-    """I + B (exp[S] − I) Bᵀ with [S] = BᵀSB (Eq. 6 and 7), (..., N, N), for B (..., N, r) and a skew S (..., N, N)."""
+    """Returns I + B (exp[S] − I) Bᵀ with [S] = BᵀSB (Eq. 6 and 7), (..., N, N), for B (..., N, r) and skew S (..., N, N)."""
     small = basis.mT @ s @ basis
     exp_minus_identity = exponential((small - small.mT) / 2) - torch.eye(small.shape[-1], dtype=s.dtype)  # (..., r, r)
     return torch.eye(s.shape[-1], dtype=s.dtype) + basis @ exp_minus_identity @ basis.mT
 
 
 def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The bounds of Theorem 3.1 on ‖YᵀY − I‖₂ for B (..., N, r), and one for B of any norm, (...) each.
+    """Returns two bounds on ‖YᵀY − I‖₂ from Theorem 3.1, and a third without ‖B‖₂ ≤ 1: B (..., N, r) → each (...).
 
         (e^‖S‖ − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|        Eq. 10
         (e^‖S‖ − 1)² / 4                         Eq. 11
-        (e^(σ₁²‖S‖) − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|   without ‖B‖₂ ≤ 1
+        (e^(σ₁²‖S‖) − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|   for B of any norm
 
-    with σ the singular values of B. The proof (Eq. 41 and 43) drops ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹ because Newton–Schulz keeps
-    σ ≤ 1. With them in place Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which is the third bound.
+    σᵢ are the singular values of B. The proof (Eq. 41 and 43) drops ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹ because Newton–Schulz keeps
+    σᵢ ≤ 1. If they stay, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
     """
     squares = torch.linalg.svdvals(basis).square()
     gap = (squares * (squares - 1)).abs().amax(-1)
@@ -146,7 +146,8 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the worst cases of both bounds for Newton–Schulz, and how often and how far Polar Express breaks them.
 
-    Also ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised and in each trained model: the largest over heads, by seed.
+    Also returns the largest ‖AᵀA − I‖₂ of Newton–Schulz over heads: in layers as initialised, and in each trained model by
+    seed.
     """
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
@@ -167,13 +168,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
-    """Returns the bounds of exact arithmetic, plus an allowance for rounding."""
+    """Adds to the bounds, which hold in exact arithmetic, an allowance for rounding."""
     slack = errors["tokens"].map(lambda tokens: rounding(tokens, torch.float64))
     return errors.assign(**{bound: errors[bound] + slack for bound in BOUND_COLUMNS})
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws over K the error for each cond(M) at the ‖S‖₂ nearest to 1, and the worst error over the bound of Eq. 10."""
+    """Draws over K the error at the ‖S‖₂ nearest to 1, a line for each cond(M), and the largest ratio of error to Eq. 10."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -1,6 +1,6 @@
 """Theorem 4.1: the Jacobian of one head of OSA is J₁ + J₂.
 
-J from automatic differentiation of the head is compared with both terms of Eq. 13, computed independently.
+We compute J by automatic differentiation of the head, and compare it with both terms of Eq. 13, computed independently.
 """
 
 import itertools
@@ -48,10 +48,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def terms_and_jacobian(
     x: Tensor, weights: tuple[Tensor, ...], scale: float, method: Method
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """J₁ and J₂ of Eq. 13, and J by automatic differentiation, (N·d, N·d) each.
+    """Returns J₁ and J₂ of Eq. 13, and J by automatic differentiation, each (N·d, N·d).
 
-    ∂A is the exponential's derivative in closed form. For Newton–Schulz, whose A is not exp(S), automatic differentiation
-    gives ∂A.
+    J₁ uses ∂A of the exponential in closed form. For Newton–Schulz, A is not exp(S), and automatic differentiation gives ∂A.
     """
     w_query, w_key, w_value, w_out = weights
 
@@ -64,7 +63,7 @@ def terms_and_jacobian(
 
 
 def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> Tensor:
-    """∂vec A/∂vec X of A = exp(S), (N², N·d), without automatic differentiation.
+    """Returns ∂vec A/∂vec X of A = exp(S), (N², N·d), without automatic differentiation.
 
     ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). The integral of Eq. 79 is elementwise
     in the eigenvectors U of iS, with eigenvalues λ: Uᴴ ∂A U = Φ ∘ Uᴴ ∂S U, Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
@@ -75,13 +74,13 @@ def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float
     change = half - half.mT  # (N·d, N, N): W̃ is skew
     values, vectors = torch.linalg.eigh(1j * skew(x @ w_query, x @ w_key, scale))
     mean, difference = (values[:, None] + values) / 2, (values[:, None] - values) / 2
-    phi = torch.exp(-1j * mean) * torch.sinc(difference / math.pi)  # torch's sinc has π in it
+    phi = torch.exp(-1j * mean) * torch.sinc(difference / math.pi)  # torch.sinc(x) is sin(πx)/(πx)
     result = vectors @ (phi * (vectors.mH @ change.to(phi.dtype) @ vectors)) @ vectors.mH
     return result.real.mT.flatten(1).mT
 
 
 def jacobian_terms(x: Tensor, a: Tensor, a_jacobian: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """J₁ = (X W ⊗ I_N)ᵀ ∂vec A/∂vec X and J₂ = Wᵀ ⊗ A of Eq. 13, (N·d, N·d) each, with W = W^V W^O.
+    """Returns J₁ = (X W ⊗ I_N)ᵀ ∂vec A/∂vec X and J₂ = Wᵀ ⊗ A of Eq. 13, each (N·d, N·d), with W = W^V W^O.
 
     Args:
         x: (N, d).

@@ -27,7 +27,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the singular values of each head's W̃ by Section 4's initialisation, in both precisions, and by Xavier's."""
+    """Measures the singular values of each head's W̃: by Section 4's initialisation in both precisions, and by Xavier's."""
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():
@@ -59,7 +59,7 @@ def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the worst |σ − 1| by precision."""
+    """Checks the largest |σ − 1| in each precision."""
     weights = tables["weights"]
     checks = {}
     for dtype, own in weights[weights["source"] == SECTION_4].groupby("dtype"):

@@ -1,7 +1,7 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
-We compare ‖J₁‖₂ and κ(J) of one head with their bounds over α. The models show cases beyond the theorems: κ(J) of a head of
-each layer, as initialised and trained, and κ(Σᵢ W^Vᵢ W^Oᵢ) of a whole layer.
+We compare ‖J₁‖₂ and κ(J) of one head with their bounds over α. Beyond the theorems, we measure each layer of the models, as
+initialised and as trained: κ(J) of its first head, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
 """
 
 import itertools
@@ -35,8 +35,8 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-FIT_BELOW = 1e-3  # here ‖S‖ is below about 0.05, so the next order in α is smaller by this factor
-SLOPE_TOLERANCE = 0.01  # next order: log(1.05) over the fitted log(1000)
+FIT_BELOW = 1e-3  # fits use α up to here, where ‖S‖ < 0.05 makes the next order in α that much smaller
+SLOPE_TOLERANCE = 0.01  # effect of the next order: log(1.05) over the fitted range log(1000)
 MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line for layers as initialised
 
 
@@ -45,9 +45,9 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures one head on Gaussian tokens for each size, seed, method and α.
+    """Measures one head on Gaussian tokens for each size, seed, method and α, and the layers of models as initialised.
 
-    Also, for each layer as initialised, κ(J) and ‖J‖₂ of its first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
+    A layer has κ(J) and ‖J‖₂ of its first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
     """
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
@@ -66,9 +66,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
-    """Returns ‖S‖₂, ‖J₁‖₂ and the C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
+    """Returns ‖S‖₂, ‖J₁‖₂ and the constant C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
 
-    κ − 1 is given too: for small α the file's digits cannot tell κ from 1.
+    It returns κ − 1 too: for small α, the digits in the file round κ to 1.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -91,7 +91,7 @@ def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Met
 
 
 def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -> Tensor:
-    """J₁ of Eq. 13 by itself, (N·d, N·d): the Jacobian of `head` with X W^V held fixed, free of cancellation with J₂."""
+    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed. J − J₂ would lose digits."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 
@@ -103,16 +103,16 @@ def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -
 
 
 def first_term_constant(x: Tensor, width: int) -> float:
-    """C = 2‖X‖₂²/√d_v, with which ‖J₁‖₂ ≤ C α for A = exp(S) at the initialisation of Section 4, whatever the rank of M.
+    """Returns C = 2‖X‖₂²/√d_v: ‖J₁‖₂ ≤ Cα for A = exp(S) at Section 4's initialisation, whatever the rank of M.
 
-    ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂, where the first factor is at most ‖X‖₂, the second 1 (Eq. 80
-    for S itself) and the third 2α‖X‖₂/√d_v (Eq. 83). No basis enters: A does not depend on the choice of one.
+    ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂. The first factor is at most ‖X‖₂, the second 1 (Eq. 80 for S
+    itself) and the third 2α‖X‖₂/√d_v (Eq. 83). No basis enters, since A does not depend on its choice.
     """
     return 2 * norm(x).item() ** 2 / math.sqrt(width)
 
 
 def condition_bound(deviation: float, first_norm: float) -> float:
-    """(1 + δ + Cα)/(1 − δ − Cα) of Eq. 16, ∞ where its denominator is not positive."""
+    """Returns (1 + δ + Cα)/(1 − δ − Cα) of Eq. 16; ∞ if the denominator is not positive."""
     rest = 1 - deviation - first_norm
     return (1 + deviation + first_norm) / rest if rest > 0 else math.inf
 
@@ -120,8 +120,9 @@ def condition_bound(deviation: float, first_norm: float) -> float:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the checks of one head, and κ in the models: of a layer's first head, and of Σᵢ W^Vᵢ W^Oᵢ over all its heads.
 
-    "slope" checks |slope − 1| of ‖J₁‖₂ over α; "first_term" checks ‖J₁‖₂ against Cα where A = exp(S); "condition" checks
-    κ(J) − 1 against its bound wherever δ + ‖J₁‖₂ < 1.
+    slope        |slope − 1| of log ‖J₁‖₂ over log α
+    first_term   ‖J₁‖₂ against Cα, for methods with A = exp(S)
+    condition    κ(J) − 1 against its bound, if δ + ‖J₁‖₂ < 1
     """
     alphas, layers = tables["alphas"], tables["layers"]
     identical = alphas[alphas["method"] != "newton_schulz"]
@@ -143,7 +144,7 @@ def slopes_over_alpha(points: pd.DataFrame) -> pd.Series:
 
 
 def _once(layers: pd.DataFrame) -> pd.DataFrame:
-    """Drops repeated rows of layers as initialised: a seed gives all models the same weights."""
+    """Keeps one row for each seed and layer, since a seed gives all models the same initial weights."""
     return layers.drop_duplicates(["seed", "layer"])
 
 
@@ -165,7 +166,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     }
     trained = trained_layers(lab, "layer", "layer_kappa", "jacobian_kappa")
     trained = trained[trained["variant"] == MODEL].groupby("layer")[["layer_kappa", "jacobian_kappa"]].median()
-    trained.index += 1  # evaluate counts layers from 0 on
+    trained.index += 1  # the stage `evaluate` counts layers from 0
     if len(trained):
         lines |= {
             "whole layer, trained": (trained["layer_kappa"], PALETTE[4], "-"),

@@ -1,7 +1,7 @@
-"""Section 5's claims of speed, in seconds: the ratio of epochs to one train loss, times the ratio of seconds per step.
+"""Section 5's claims of speed, in seconds: the ratio of the epochs to a train loss, times the ratio of the seconds per step.
 
-An epoch has the same number of steps for every model; pipeline/benchmarks timed a step on several machines. The claims are
-about epochs, so seconds have no verdict.
+All models take the same number of steps per epoch. pipeline/benchmarks timed a step on several machines. The claims are
+about epochs, so the ratios of seconds have no verdict.
 """
 
 import itertools
@@ -24,8 +24,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns, for each baseline and OSA model, the ratio of epochs, the least limit it keeps, and the ratio of seconds on
-    each machine, NaN if the machine has not timed both."""
+    """Returns a row for each baseline and OSA model: the ratio of epochs, the smallest limit at which the claim is
+    reproduced, and the ratio of seconds on each machine, NaN if the machine has not timed both models."""
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
     for claim, model in itertools.product(claims, MODELS):
@@ -39,8 +39,10 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def step_seconds() -> dict[str, Mapping[str, float]]:
-    """Returns the seconds of each model's training step, by machine: CPUs first, with trained weights if timed; then GPUs,
-    with weights as initialised and steps that replay CUDA graphs."""
+    """Returns the seconds of each model's training step, by machine.
+
+    CPUs come first, with trained weights if these were timed. GPUs have weights as initialised, and replay CUDA graphs.
+    """
     machines: dict[str, Mapping[str, float]] = {}
     for path in measured("step.csv"):
         table = files.read_csv(path)
@@ -64,7 +66,7 @@ def in_seconds(epochs: Verdict, step: float) -> dict[str, float]:
 
 
 def least_limit(verdict: Verdict) -> float:
-    """Returns the least limit, to two decimals, at which the test reproduces the claim."""
+    """Returns the smallest limit, to two decimals, at which the test reproduces the claim."""
     return math.floor(100 * verdict.bound + 1) / 100 if math.isfinite(verdict.bound) else math.inf
 
 

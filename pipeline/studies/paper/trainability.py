@@ -1,9 +1,8 @@
-"""Trainability: does OSA let Transformers without skips and normalisation be trained more easily?
+"""Trainability: does OSA make Transformers without skips and normalisation easier to train?
 
-We measure networks of several depths as initialised, without skips and normalisation. Each attention (OSA's two, softmax) is
-combined with each initialisation of the MLPs: SUO (the paper's for OSA) and Xavier (the paper's for the ViTs). This
-separates the effect of attention from that of the MLPs; the paper's models change both at once. ViTs with normalisation
-are measured too.
+We measure networks of several depths as initialised. We combine each attention (OSA's two, softmax) with each initialisation
+of the MLPs: SUO, the paper's for OSA, and Xavier, the paper's for the ViTs. This separates the effect of attention from that
+of the MLPs; the paper's models change both at once. We also measure ViTs with normalisation.
 """
 
 import itertools
@@ -25,7 +24,7 @@ from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
 
 OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
-MLPS = ("suo", "xavier")  # values of a variant's `mlp_init`: SUO, and Xavier
+MLPS = ("suo", "xavier")  # values of a variant's `mlp_init`
 MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_noskip", "xavier")]
 
 
@@ -34,13 +33,13 @@ class Settings(Section):
     depths: Depths
     gradient_images: PositiveInt = 16  # test images for the loss whose gradient is measured
     samples: PositiveInt = 8  # draws for Hutchinson's estimate of a Frobenius norm: accurate to a few per cent
-    power_iterations: PositiveInt = 10  # enough where the largest singular value stands out, as it does in deep products
+    power_iterations: PositiveInt = 10  # few are enough: in deep products the largest singular value stands out
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the gradient that reaches the tokens from logits and loss, and through attention alone.
+    """Measures ∂logits/∂X₀, the loss's gradient in the first and last block, and ∂X_L/∂X₀ through attention alone.
 
-    Jacobians use one test image per seed, the loss several.
+    A Jacobian uses one test image per seed, the loss several.
     """
     networks, attentions = [], []
     for (variant, mlp), depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
@@ -51,7 +50,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        if mlp == lab.config(variant).variant.mlp_init:  # the MLPs play no part here
+        if mlp == lab.config(variant).variant.mlp_init:  # once per variant, as this Jacobian leaves out the MLPs
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))
@@ -80,7 +79,7 @@ def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> 
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
-    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ without the MLPs but with the model's skips and norms; matrix-free."""
+    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ without forming it. The network keeps skips and norms but has no MLPs."""
 
     def attend(x: Tensor) -> Tensor:
         for block, attention, _ in blocks_of(model):
@@ -88,7 +87,7 @@ def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, 
             x = x + y if block.skip else y
         return x  # (batch, N, d)
 
-    with sdpa_kernel(SDPBackend.MATH):  # the one whose gradient has a gradient
+    with sdpa_kernel(SDPBackend.MATH):  # the only backend with second derivatives
         start = torch.randn(1, *x.shape, generator=generator, dtype=x.dtype)
         _, squared = power_iteration(attend, x[None], start, settings.power_iterations)
     frobenius = frobenius_norm(attend, x, num_samples=settings.samples, generator=generator)
@@ -99,7 +98,7 @@ def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_sampl
     """Estimates ‖∂f/∂X‖_F by Hutchinson's estimator: the root of the mean of ‖Jᵀu‖² over Gaussian u.
 
     Args:
-        function: (batch, N, d) → (batch, ...), each item of the batch by itself.
+        function: (batch, N, d) → (batch, ...), which maps each item of the batch independently.
         x: (N, d).
     """
     copies = x.detach().repeat(num_samples, 1, 1).requires_grad_()
@@ -111,8 +110,9 @@ def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_sampl
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each model: geometric means over seeds.
 
-    "kept" and "attention_kept" are the factors per block by which ‖∂logits/∂X₀‖_F and, without the MLPs, ‖∂X_L/∂X₀‖_F change
-    with depth. "kappa" of ∂logits/∂X₀ and the first block's gradient are given at the smallest and the largest depth.
+    kept             the factor per block by which ‖∂logits/∂X₀‖_F changes with depth
+    attention_kept   the same for ‖∂X_L/∂X₀‖_F without the MLPs
+    kappa, first_gradient   κ(∂logits/∂X₀) and the first block's gradient, at the smallest and the largest depth
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]

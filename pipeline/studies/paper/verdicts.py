@@ -1,8 +1,8 @@
-"""Error rates and power of the rule in pipeline/statistics/verdicts.py: simulated experiments.
+"""Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error; in the other
-the truth is the paper's Table 2. Runs that start are normal, with the spreads that claims.yaml declares. A share of
-runs fails to start: of both models at a limit, of OSA (NS) alone at the paper's values.
+In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error. In the other
+part the truth is the paper's Table 2. Runs that start have normal values, with the spreads that claims.yaml declares. Some
+runs fail to start: those of both models at a limit, only OSA (NS)'s at the paper's values.
 """
 
 import itertools
@@ -23,22 +23,22 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # runs of each model
 FAILING = (0.0, 0.1)  # share of runs that fail to start
-FAILED, SCATTER = -50.0, 10.0  # runs that fail end this many points below the others, with this standard deviation
-PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # the first against each of the others, in accuracy and in speed
+FAILED, SCATTER = -50.0, 10.0  # mean and standard deviation of runs that fail, in points from the others
+PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # we compare the first with each of the others, in accuracy and in speed
 
 
 class Settings(Section):
-    repetitions: PositiveInt  # experiments behind each rate
+    repetitions: PositiveInt  # simulated experiments for each rate
 
 
 def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
-    """Returns the values of n runs, from normal numbers (n, 2)."""
+    """Returns the values of n runs, from normal numbers (n, 2): the first sets the value, the second whether a run fails."""
     value, draw = normal.T
     return np.where(draw < ndtri(failing), FAILED + SCATTER * value, mean + spread * value)
 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
-    """The primary comparisons, each at its limit; "reproduced" if any of them is after Holm's correction."""
+    """Judges the primary comparisons with the truth at each limit. Returns "reproduced" if one passes Holm's test."""
     p_values: dict[str, float] = {}
     parts = ((1, "above", declared.accuracy, normal[:3]), (-1, "below", declared.log_epochs, normal[3:]))
     for sign, side, spreads, own in parts:
@@ -71,8 +71,11 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced" by share of failing runs, for each number of runs: the error, as the largest over pairs
-    and for the family; and the power of each pair."""
+    """Returns rates of "reproduced" for each share of failing runs and number of runs.
+
+    errors   with the truth at a limit: the largest rate over pairs, and the family's
+    power    with the truth at the paper's values: each pair's rate
+    """
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

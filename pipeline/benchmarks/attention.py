@@ -1,12 +1,12 @@
-"""One attention call against the number of tokens, by every method and by what else one would call:
+"""Times one attention call over the number of tokens, by every method and alternative:
 `python -m pipeline benchmarks.attention`.
 
-Orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward` writes them,
-the dense N×N `matrix_exp`, torch's softmax attention, as torch chooses its backend and by each backend that takes the
-inputs, and two linear substitutes for softmax. Forward and forward with backward; inputs of the spectrum and the ‖S‖₂ of
-the study `complexity`. At one size all are timed in rounds of shuffled order. A size that a route is predicted to be too
-slow or too large for is absent. Writes attention.csv and .json, in bfloat16 attention_bfloat16.csv and .json, to
-paper_outputs/benchmarks/HARDWARE/; other heads and ‖S‖₂ have names of their own too.
+The routes are orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward`
+writes them, the dense N×N `matrix_exp`, torch's softmax attention (by the backend that torch chooses, and by each that takes
+the inputs), and two linear substitutes for softmax. We time a forward pass, and a forward and a backward pass. The inputs
+have the spectrum and the ‖S‖₂ of the study `complexity`. At each size all routes are timed in rounds of shuffled order. A
+route is left out where it is predicted to be too slow or too large. Writes attention.csv and .json to
+paper_outputs/benchmarks/HARDWARE/. Options that are not the default add to the name, as in attention_bfloat16.csv.
 """
 
 import argparse
@@ -39,12 +39,12 @@ from pipeline.results import measures
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
 VIT_B16 = 197  # tokens of ViT-B/16 at 224×224
-WIDTHS = (16, 64)  # d_v: that of the paper's heads, and a usual one
+WIDTHS = (16, 64)  # d_v: of the paper's heads, and a common value
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # largest N×N matrix
-MOST_TOKENS_DENSE = 512  # on the CPU: beyond, one dense exponential with its backward pass takes seconds
-MOST_TOKENS_ERROR = 512  # ‖AᵀA − I‖₂ is measured up to this number of tokens, as A is formed for it
+MOST_TOKENS_DENSE = 512  # on the CPU; a larger dense exponential with its backward pass takes seconds
+MOST_TOKENS_ERROR = 512  # most tokens for which ‖AᵀA − I‖₂ is measured, since this forms A
 ALLOWANCE = 1.5  # factor above the peak: the clock rate may rise between the two measurements
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -68,10 +68,10 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError where a row is faster than the fastest product of matrices: the clock or the count is wrong then.
+    """Raises UserError if a row is faster than the fastest matrix product: then the clock or the count is wrong.
 
-    A clock that reads milliseconds as seconds, does not wait for the device or divides by the wrong number of calls is
-    wrong by a factor of tens and more.
+    A clock is wrong by a factor of tens or more if it reads milliseconds as seconds, does not wait for the device, or
+    divides by the wrong number of calls.
     """
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("attention", __doc__)
     parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
-    parser.add_argument("--heads", type=int, default=1, help="how many heads one call has, all alike")
+    parser.add_argument("--heads", type=int, default=1, help="heads of one call, all with the same inputs")
     parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
     options, device = parser.parse_args(arguments), provenance.default_device()
     table, peak = measure(options, device)
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def file_name(options: argparse.Namespace) -> str:
-    """Returns "attention" with type, heads and norm where they are not the default, such as attention_bfloat16_norm_8."""
+    """Returns "attention" with the options that are not the default, such as attention_bfloat16_norm_8."""
     unusual = {
         options.dtype: options.dtype != "float32",
         f"{options.heads}_heads": options.heads != 1,
@@ -114,7 +114,7 @@ def file_name(options: argparse.Namespace) -> str:
 def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, float]:
     dtype, order = DTYPES[options.dtype], random.Random(SEED)
     peak, rows = 0.0, []
-    last: dict[Key, tuple[int, float]] = {}  # tokens and seconds where a route was last measured
+    last: dict[Key, tuple[int, float]] = {}  # tokens and seconds of each route's last measurement
     doubled = itertools.takewhile(lambda n: n <= options.largest, (DOUBLED_FROM * 2**k for k in itertools.count()))
     larger = sorted(n for n in (VIT_B16, *doubled) if n <= options.largest)
     points = list(itertools.product(WIDTHS, [SMALLEST, *larger]))
@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = max(peak, measurements.peak(device, dtype))  # once for each size: the machine may have been busy before
+        peak = max(peak, measurements.peak(device, dtype))  # again at each size, as the machine may have been busy
         errors = {method: error_of(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
             times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
@@ -173,7 +173,7 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether a backend of torch computes attention and its gradients for such inputs: tries it on a few tokens."""
+    """Returns whether a backend of torch computes attention and its gradients for these inputs: it tries a few tokens."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns why a backend refuses the inputs
@@ -185,7 +185,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
-    """Returns whether to time a call, by its memory and by `before`: tokens and seconds of the route's last call."""
+    """Returns whether to time a call, from its memory and from `before`: tokens and seconds of the route's last call."""
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
         return False  # torch.linalg.qr has no gradient for a wide matrix
@@ -197,7 +197,7 @@ def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple
 
 
 def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
-    """Returns ‖AᵀA − I‖₂ of the first head, with A = exp(S) as the route's result for V = I; NaN for softmax and large N."""
+    """Returns ‖AᵀA − I‖₂ of the first head, where A is the output for V = I; NaN for softmax and large N."""
     call = calls.get((method, width, FORWARD))
     if call is None or method.startswith((SDPA, LINEAR)) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
         return math.nan

@@ -1,8 +1,8 @@
 """Cost of a call: multiply–adds and peak memory, which repeat exactly, and seconds, which do not.
 
-Operations and allocations are read from torch's profiler, which sees those inside an operator too: the products of
-`matrix_exp`, the work space of a factorisation, the backward pass. Only a library's routine, such as a QR decomposition,
-hides its operations, and has a formula instead.
+We read operations and allocations from torch's profiler. It also sees inside an operator: the products of `matrix_exp`, the
+work space of a factorisation, the backward pass. Only a library routine, such as a QR decomposition, hides its operations;
+for it we use a formula.
 """
 
 import itertools
@@ -22,16 +22,16 @@ from torch.autograd.profiler import profile
 
 from osa import runtime
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports on stderr that it found no CUDA device
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler says on stderr that it found no CUDA device
 
-FORWARD, BOTH = "forward", "forward and backward"  # parts of a call that are timed or counted, as tables name them
+FORWARD, BOTH = "forward", "forward and backward"  # passes of a call, as tables name them
 Shapes = list[list[int]]
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function and the tensors it is given, which count as memory that it needs."""
+    """A function and its tensor arguments. They count as memory that the call needs."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class Call:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def with_backward(self) -> "Call":
-        """The call and the gradients of all its tensors, from a gradient of its output that is given as well."""
+        """Returns a call that also computes the gradients of all tensors. The output's gradient is one more tensor."""
         leaves = tuple(tensor.clone().requires_grad_() for tensor in self.tensors)
         return Call(partial(_gradients, self.function), (torch.ones_like(self()), *leaves))
 
@@ -55,9 +55,9 @@ def _gradients(function: Callable[..., Tensor], grad: Tensor, *leaves: Tensor) -
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply–adds of a call, and the most bytes that it held at one moment over those held before it.
+    """Multiply–adds of a call, and its peak memory: bytes above those held before.
 
-    `by_formula` are those of the multiply–adds that are not counted: see `ROUTINES`.
+    `by_formula` is the part of the multiply–adds that comes from the formulas in `ROUTINES`.
     """
 
     multiply_adds: int
@@ -66,18 +66,18 @@ class Cost:
 
 
 def cost(call: Callable[[], object], device: torch.device) -> Cost:
-    """The cost of a call, on one thread of the CPU because operators take work space for each thread.
+    """Returns the cost of a call, on one thread because operators on the CPU take work space for each thread.
 
-    A multiply–add is one of a matrix product, or its equal in a factorisation; element-wise work is not counted. Products
-    are counted one by one as they happen; what torch hands to a library's routine is stated by a formula. Where orthogonal
-    attention is a kernel, whose products nobody sees, they are those of the plain route to the same. Memory is what torch's
-    allocator hands out: on the CPU every allocation, on CUDA its own record of the peak.
+    We count the multiply–adds of matrix products, one by one as they happen, and the equivalent in factorisations, by
+    formulas for library routines. Element-wise work does not count. If orthogonal attention runs a kernel, which hides its
+    products, we count the products of the plain route. Memory is what torch's allocator hands out: on the CPU every
+    allocation, on CUDA its own record of the peak.
 
     Raises:
         LookupError: the call runs a routine of linear algebra or an attention without a formula here, or an operator of
             `osa` that has no plain route.
     """
-    call()  # memory that is allocated once and kept is no part of the cost
+    call()  # memory that the first call allocates and keeps does not count
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)
@@ -88,7 +88,7 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     events = profiler.kineto_results.events()
     changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in the order in which they happened
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
-    if any(event.name().startswith("osa::") for event in events):  # a kernel, whose products are not seen
+    if any(event.name().startswith("osa::") for event in events):  # a kernel hides its products
         with _one_thread(), _without_kernels(), profile(record_shapes=True) as profiler:
             call()
         events = profiler.kineto_results.events()
@@ -125,15 +125,15 @@ def _multiply_adds(name: str, shapes: Shapes) -> int:
 
 
 def product(a: list[int], b: list[int]) -> int:
-    """(..., n, k) by (..., k, m): nkm for each matrix of the batch."""
+    """Returns the multiply–adds of (..., n, k) times (..., k, m): nkm for each matrix of the batch."""
     return math.prod(a) * b[-1]
 
 
 def qr(shape: list[int]) -> int:
-    """The reduced QR decomposition by Householder reflections, (..., N, r).
+    """Returns the multiply–adds of the reduced QR decomposition of (..., N, r) by Householder reflections.
 
-    LAPACK's geqrf finds the k = min(N, r) reflections and orgqr multiplies them into the N×k basis; half their
-    floating-point operations (Golub & Van Loan, Section 5.2).
+    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. The multiply–adds are
+    half their floating-point operations (Golub & Van Loan, Section 5.2).
     """
     *batch, n, r = shape
     k = min(n, r)
@@ -143,55 +143,55 @@ def qr(shape: list[int]) -> int:
 
 
 def cholesky(shape: list[int]) -> int:
-    """The Cholesky decomposition, (..., n, n): n³/6 for each matrix, half of its n³/3 floating-point operations.
+    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n): n³/6 each, half of n³/3 operations.
 
-    Column j takes an outer product from the half of an (n − j)×(n − j) matrix that is stored, and Σ (n − j)²/2 = n³/6
+    Column j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix, and Σ (n − j)²/2 = n³/6
     (Golub & Van Loan, Section 4.2).
     """
     return round(math.prod(shape) * shape[-1] / 6)
 
 
 def householder_product(shape: list[int]) -> int:
-    """The product of k Householder reflections as an n×k basis, (..., n, k): the second part of `qr`."""
+    """Returns the multiply–adds of turning k Householder reflections into an n×k basis, (..., n, k): a part of `qr`."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 
 
 def svd(shape: list[int]) -> int:
-    """The reduced SVD, (..., m, n): 3mn² + 10n³ for m ≥ n (Section 8.6, R-SVD)."""
+    """Returns the multiply–adds of the reduced SVD of (..., m, n): 3mn² + 10n³ for m ≥ n (Section 8.6, R-SVD)."""
     *batch, m, n = *shape[:-2], max(shape[-2:]), min(shape[-2:])
     return math.prod(batch) * (3 * m * n**2 + 10 * n**3)
 
 
 def attention_products(query: list[int], key: list[int], value: list[int]) -> int:
-    """Scores QKᵀ and their product with V: two products of N_q·N_k pairs of tokens."""
+    """Returns the multiply–adds of QKᵀ and of its product with V: two products over N_q·N_k pairs of tokens."""
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def attention_backward(query: list[int], key: list[int], value: list[int]) -> int:
-    """The scores again, then the gradients of scores, query, key and value: five products for two."""
+    """Returns the multiply–adds of QKᵀ again and of the gradients of scores, query, key and value: five products."""
     return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
-PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # each is seen with its shapes, and so counted
+PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # the profiler sees them with their shapes
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }
-ROUTINES: dict[str, Callable[[Shapes], int]] = {  # nothing inside is seen: the count is that of Golub & Van Loan's algorithm
+ROUTINES: dict[str, Callable[[Shapes], int]] = {  # the profiler sees nothing inside: Golub & Van Loan's counts
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
     "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
-    "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),  # not its .out
+    "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),  # 0 for .out
     "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # n³/3 (Section 3.2)
-    "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangles
+    "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves
     "aten::linalg_qr": lambda shapes: qr(shapes[0]),
-    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # r/2 an entry
+    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # n/2 for each entry
     "aten::linalg_svd": lambda shapes: svd(shapes[0]),
 }
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention_products(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
 FORMULAS = PRODUCTS | ROUTINES
-MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
+MADE_OF_OTHERS = {  # operators without products, or with products that are events themselves
     "aten::linalg_cholesky",
     "aten::linalg_matrix_exp",
     "aten::linalg_matrix_norm",
@@ -206,10 +206,10 @@ MADE_OF_OTHERS = {  # whose products are events of their own, or which have none
 def sample_seconds(
     calls: Mapping[K, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
 ) -> dict[K, list[float]]:
-    """Seconds per call, `repeats` samples of each, in rounds: in every round each call once, in a new random order.
+    """Returns the seconds of each call: `repeats` samples, in rounds that run every call once, in a new random order.
 
-    What slows the machine for a while then meets all of them alike. Each is run twice before, and a sample runs it as
-    often in a row as takes `at_least` seconds.
+    Whatever slows the machine for a while then affects all calls alike. Every call runs twice before the rounds. A sample
+    repeats its call for about `at_least` seconds, and is the mean.
     """
     for call in calls.values():
         call()
@@ -222,7 +222,7 @@ def sample_seconds(
 
 
 def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Mean seconds of a call that is made `times` times in a row; on CUDA between two events, after everything before."""
+    """Returns the mean seconds of `times` calls in a row; on CUDA the time between two events, once the device is idle."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

@@ -1,7 +1,8 @@
-"""A training step of each deep model, side by side: `python -m pipeline benchmarks.depth`.
+"""Times a training step of each deep model: `python -m pipeline benchmarks.depth`.
 
-All take their steps in one process, in rounds of shuffled order, from their initial weights: what the records of trainings
-say of seconds depends on what the machine did besides. Writes depth.csv and .json to paper_outputs/benchmarks/HARDWARE/.
+All models take their steps in one process, in rounds of shuffled order, from their initial weights. The records of trainings
+have seconds too, but these depend on what else the machine did. Writes depth.csv and .json to
+paper_outputs/benchmarks/HARDWARE/.
 """
 
 import random
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     loaded: dict[str, idx.DataSet] = {}
     steps = {}
     for model in tqdm(MODELS, desc="prepare", disable=None):
-        deep: params.Overrides = {"model": {"depth": options.depth}}  # rate and α change nothing of the time
+        deep: params.Overrides = {"model": {"depth": options.depth}}  # rate and α do not affect the time
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
-    """Seconds of each model, and their ratio to ViT's of the same round, from `low` to `high`; all but these medians."""
+    """Returns each model's median seconds, and the median, 10 % and 90 % quantiles of its ratio to ViT in each round."""
     seconds = pd.DataFrame(samples)
     ratios = seconds.div(seconds[REFERENCE], axis=0)
     rows = [(model, seconds[model].median(), *measurements.quantiles(ratios[model]).values()) for model in samples]

@@ -1,17 +1,17 @@
-"""Ten minutes of a GPU, where torch and Triton alone will do: `make gpu`, or `python pipeline/benchmarks/gpu.py [PART ...]`.
+"""Measures a GPU for ten minutes with torch and Triton alone: `make gpu`, or `python pipeline/benchmarks/gpu.py [PART ...]`.
 
-machine    what the device copies and multiplies a second
-forms      each form of a kernel: seconds of its first use, and its errors against float64, side by side in processes
-attention  a call by its launches, as a replay of a CUDA graph and eagerly, with torch's attention and a copy
-split      a call of the kernels that leave φ₁ to torch, in float32 and of wider heads, with torch's products and attention
+machine    rates of a copy and of a matrix product
+forms      each form of a kernel, in a process of its own: seconds of its first use, and its errors against float64
+attention  a call and its launches, as replays of a CUDA graph and eagerly; torch's attention; a copy
+split      a call of the kernels that leave φ₁ to torch (float32, or wider heads), torch's products, torch's attention
 vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
 step       a training step of each model of the paper, and its parts
 train      the phases of a whole training of the paper's size, on random images
-profile    what the profiler says of each kernel of a call
+profile    the profiler's numbers for each kernel of a call
 
-All of it ends within 570 seconds, of which each part has a share. A part is a process of its own, writes a row as soon as it
-is measured, and stops at its deadline. Tables and output go to gpu/, and into gpu.tar.gz after each part; last come the
-numbers to look at first. It runs by its path: `pipeline` asks for packages that may lack.
+All parts end within 570 seconds; each has a share of them. A part runs in a process of its own, writes a row as soon as it
+is measured, and stops at its deadline. Tables and output go to gpu/, and after each part into gpu.tar.gz. At the end the
+script prints the decisive numbers. It runs by its path, because `pipeline` imports packages that may be missing.
 """
 
 import argparse
@@ -53,7 +53,7 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-NORMS = (2.0, 6.0, 40.0)  # ‖S‖₂: of the paper's trained heads a median of 0.2 to 1.6 by block, of ViT-B/16 as drawn 6
+NORMS = (2.0, 6.0, 40.0)  # ‖S‖₂. The paper's trained heads have medians of 0.2 to 1.6 by block; ViT-B/16 starts at 6
 TINY_NORMS = NORMS[:2]  # the interpreter takes long at 40
 Rows = Iterator[dict]
 
@@ -70,7 +70,7 @@ def device_rates(tiny: bool) -> Rows:
 
 Form = tuple[Method, int, int, int, int, torch.dtype]
 FORMS: tuple[Form, ...] = (  # method, batch, heads, tokens, width, type
-    ("exact", 2, 160, 197, 64, HALF),  # heads enough to fill a device, and few
+    ("exact", 2, 160, 197, 64, HALF),  # enough heads to fill a device, then few
     ("exact", 1, 3, 8192, 64, HALF),
     ("exact", 2, 3, 50, 16, SINGLE),
     ("qr", 2, 3, 50, 16, SINGLE),
@@ -84,7 +84,7 @@ ERRORS = ("output", "query", "key", "value")  # errors of the output, and of the
 
 
 def forms(tiny: bool) -> Rows:
-    """Each in a process, as many at a time as there are cores: what compiles alone takes most of a minute."""
+    """Measures each form in a process of its own, several at a time, because one form may compile for a minute."""
     chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
 
     def tried(index: int) -> list[dict]:
@@ -103,7 +103,7 @@ def forms(tiny: bool) -> Rows:
 def form(
     norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
 ) -> Rows:
-    """Measures a form at each norm: its first use, and the errors of values and gradients against float64 on the CPU."""
+    """Measures a form at each norm: its first use, and the errors of output and gradients against float64 on the CPU."""
     for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
@@ -139,7 +139,7 @@ def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
 def random_inputs(
     batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float
 ) -> tuple[list[Tensor], float]:
-    """Independent tokens, and the scale that gives the first heads this ‖S‖₂, which is the spectral radius of c J MᵀM."""
+    """Returns independent tokens, and the scale c with which the first heads have this ‖S‖₂ (spectral radius of c J MᵀM)."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
     m = torch.cat(inputs[:2], -1)[0, :2].double()
@@ -160,7 +160,7 @@ SHAPES = (  # batch, heads, tokens: ViT-B/16, then long sequences
 
 
 def attention_calls(tiny: bool) -> Rows:
-    """Width 64 in bfloat16. The share of a kernel is that of a replay of its launch alone; "rest" is what is left."""
+    """Times calls of width 64 in bfloat16, and each launch by itself. "rest" is the call's time minus its launches'."""
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
         for norm in TINY_NORMS if tiny else NORMS:
@@ -178,7 +178,7 @@ def attention_calls(tiny: bool) -> Rows:
         for name, other in others.items():
             for row in timings(other, inputs):
                 yield shape | {"norm": "", "method": name} | row
-        for work, count in (("forward", 2), ("both", 6)):  # tensors of one size read and written, at the least
+        for work, count in (("forward", 2), ("both", 6)):  # copies that read and write as much as the pass must
             row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
             yield shape | row | {"seconds": median_seconds(partial(copies, inputs[0].detach(), count))}
 
@@ -191,7 +191,7 @@ SPLIT = (  # batch, heads, tokens, width, type
 
 
 def split(tiny: bool) -> Rows:
-    """Seconds of calls with their gradients, as replays: whether these kernels are worth their code."""
+    """Times calls with their gradients, as replays, to see whether the kernels are worth their code."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
         methods: tuple[Method, ...] = ("exact", "newton_schulz")
@@ -211,7 +211,7 @@ def by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """2 for Q, K, V and the output, 4 more for these again and all four gradients."""
+    """Copies x `count` times: 2 read or write Q, K, V and the output; 6 do so again, with all four gradients."""
     return tuple(x.clone() for _ in range(count))
 
 
@@ -225,7 +225,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Seconds of a call and of it with its gradients, as replays and eagerly; and of each of the launches of the latter."""
+    """Times a call and the call with its gradients, as a replay and eagerly; and each launch of the latter, if asked to."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)
@@ -240,7 +240,7 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """The time between the launches of a call; None where the launches, timed alone, add up to more than the call."""
+    """Returns the time between the launches of a call; None if the launches, timed alone, take longer than the call."""
     left = whole - sum(shares)
     return left if left >= 0 else None
 
@@ -252,7 +252,7 @@ def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) ->
 
 
 def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple]]]:
-    """Each launch of osa's kernels, by name and number, as a function that repeats this launch alone."""
+    """Returns for each launch of osa's kernels its number and name, and a function that repeats this launch alone."""
     from osa.kernels import launch
 
     start, found = launch.launch, []
@@ -272,9 +272,10 @@ def again(start: Callable, given: tuple) -> tuple:
 
 
 def vit_b16(tiny: bool) -> Rows:
-    """ViT-B/16 in bfloat16 by autocast, 128 images; with skips and LN, so that attention alone differs.
+    """Times a step of ViT-B/16 on 128 images, in bfloat16 by autocast. Skips and LN stay, so only attention differs.
 
-    α sets ‖S‖₂, which grows with the number of tokens: 6 as `build_vit` draws it, and 1.5 as in the paper's trained models.
+    α sets ‖S‖₂, which grows with the number of tokens. It is 6 for α = 0.1, `build_vit`'s default, and 1.5 for α = 0.025, as
+    in the paper's trained models.
     """
     small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
@@ -293,7 +294,7 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """Replays of the whole step, its forward pass, both passes, and of all with the identity in attention's place."""
+    """Times a whole step, its forward pass, both passes, and a step with the identity in place of attention, as replays."""
     images = torch.rand(1 if tiny else 128, 1, 28, 28, device=DEVICE)
     labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:
@@ -314,25 +315,25 @@ def step(tiny: bool) -> Rows:
 
 
 def identity(query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, mask: Tensor | None = None) -> Tensor:
-    """Instead of `SelfAttention.mix`."""
+    """Takes the place of `SelfAttention.mix`: returns the value, with zero gradients for query and key."""
     return (value + 0 * query + 0 * key)[:, :, :num_outputs]
 
 
 def step_of(model: torch.nn.Module, images: Tensor, *, autocast: bool = False) -> Callable[[], tuple]:
-    """A training step as the pipeline takes it, with labels of any kind."""
+    """Returns a function that takes the pipeline's training step, with arbitrary labels."""
     labels = torch.arange(len(images), device=DEVICE) % 10
     return partial(train_step, model, optimizer_of(model), autocast, images, labels)
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Steps of length zero take the same time: however often a step is timed, ‖S‖₂ stays as drawn."""
+    """Returns AdamW with a learning rate of 0. A step takes the same time, and ‖S‖₂ stays as drawn."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=DEVICE.type == "cuda")
 
 
 def train_step(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, autocast: bool, images: Tensor, labels: Tensor
 ) -> tuple:
-    with torch.autocast(DEVICE.type, HALF, enabled=autocast, cache_enabled=False):  # a cache would outlive a replay
+    with torch.autocast(DEVICE.type, HALF, enabled=autocast, cache_enabled=False):  # cached casts would be stale in a replay
         loss = F.cross_entropy(model(images), labels)
     model.zero_grad()
     loss.backward()
@@ -342,7 +343,7 @@ def train_step(
 
 
 def whole_training(tiny: bool) -> Rows:
-    """OSA (exact) as the pipeline trains it: ten epochs of 60,000 images, 40 times evaluated and kept."""
+    """Times the phases of a training of OSA (exact): ten epochs of 60,000 images, evaluated and saved 40 times."""
     count, tested, batch, epochs, points = (4, 2, 2, 1, 2) if tiny else (60000, 10000, 128, 10, 40)
     yield {"phase": "import", "times": 1, "seconds": time.perf_counter() - STARTED}
     clock = Stopwatch()
@@ -379,7 +380,7 @@ def whole_training(tiny: bool) -> Rows:
 
 
 class Stopwatch:
-    """Seconds between one lap and the next, once the device has done all that it was given."""
+    """Measures the seconds of each lap. A lap ends when the device has done all its work."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
@@ -395,7 +396,7 @@ class Stopwatch:
 
 
 def profile(tiny: bool) -> Rows:
-    """Kernels of one call with its gradients, at ViT-B/16's shape and a long one; on a CPU operators instead."""
+    """Yields the longest kernels of one call with its gradients, at ViT-B/16's shape and a long one; on a CPU, operators."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
         inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])
@@ -423,7 +424,10 @@ def profile(tiny: bool) -> Rows:
 
 
 def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
-    """The median of up to 20 samples within half a second, of replays of a CUDA graph or of calls; on a CPU of one call."""
+    """Returns the median seconds of a replay of `work` as a CUDA graph, or of a call; a CPU has one sample.
+
+    A GPU takes up to 20 samples, in about half a second.
+    """
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
@@ -451,10 +455,10 @@ PARTS: dict[str, Callable[[bool], Rows]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all")
-    parser.add_argument("--rehearse", action="store_true", help="at a tiny size, on a CPU too: by Triton's interpreter")
+    parser.add_argument("--rehearse", action="store_true", help="use a tiny size; on a CPU, with Triton's interpreter")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="after which all ends (default: %(default)s)")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # time when a part's own process stops
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="seconds for all parts (default: %(default)s)")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # the time at which a part's own process stops
     parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if DEVICE.type != "cuda" and not chosen.rehearse:
@@ -489,7 +493,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Kernels take tensors of the CPU, by Triton's interpreter, as in the tests."""
+    """Runs the kernels on the CPU within this context, by Triton's interpreter, as in the tests."""
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
     from osa.kernels import operators
     from tests.osa.interpreter import quick
@@ -501,7 +505,7 @@ def interpreted() -> Iterator[None]:
 
 
 def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
-    """A part, which stops by itself before it is stopped."""
+    """Runs a part in a process of its own, which should stop by itself; kills it at the deadline. Returns the outcome."""
     if allowed < 5:
         return "out of time"
     options = ["--into", folder, "--until", time.time() + allowed - 2, *(["--rehearse"] if tiny else [])]
@@ -511,14 +515,14 @@ def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
         try:
             status = child.wait(allowed)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)  # kills the processes of its forms too
+            os.killpg(child.pid, 9)  # also kills the processes of single forms
             child.wait()
             return "out of time"
     return "done" if status == 0 else f"status {status}"
 
 
 def write_rows(path: Path, rows: Rows, until: float) -> None:
-    """Row by row, so that what was measured before the time ran out is kept."""
+    """Writes each row as it comes, so that a part that runs out of time leaves all that it has measured."""
     facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"}
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = None
@@ -535,7 +539,7 @@ def write_rows(path: Path, rows: Rows, until: float) -> None:
 def first_look(folder: Path) -> Iterator[str]:
     """Yields the decisive numbers: errors, then the times of a step with OSA and of a call."""
     forms_found = read_rows(folder / "forms.csv")
-    kept = [row for row in forms_found if row["output"] != "nan"]  # NaN says that digits are lost
+    kept = [row for row in forms_found if row["output"] != "nan"]  # NaN means that digits are lost
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):
@@ -561,7 +565,7 @@ def first_look(folder: Path) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """A table, or no row where there is none."""
+    """Returns the rows of a table; none if the file is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The inputs of one head whose attention is counted or timed, and the dense exponential as the naive way to the same."""
+"""Inputs of one head for counting and timing its attention, and the dense exponential, the naive method."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 SEED = 0
-NORM = 2.0  # ‖S‖₂; a trained head has a median of 0.2 to 1.6 by block, and at most 4.3
+NORM = 2.0  # ‖S‖₂. Trained heads have a median of 0.2 to 1.6 by block, and at most 4.3
 DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY: few directions carry S, as in a trained head
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Query, key and value of one head, (1, 1, N, d), and the scale that gives S a norm."""
+    """Query, key and value of one head, (1, 1, N, d), and the scale with which S has a given norm."""
 
     query: Tensor
     key: Tensor
@@ -23,17 +23,17 @@ class Inputs:
     def draw(cls, tokens: int, width: int, norm: float, device: torch.device) -> "Inputs":
         draws = torch.randn(3, 1, 1, tokens, width, generator=torch.Generator().manual_seed(SEED))
         query, key = draws[:2] * torch.arange(1, width + 1) ** -DECAY
-        r = torch.linalg.qr(torch.cat([query, key], dim=-1).double(), mode="r").R  # S without its N×N matrix
+        r = torch.linalg.qr(torch.cat([query, key], dim=-1).double(), mode="r").R  # gives ‖S‖₂ without the N×N matrix
         scale = norm / torch.linalg.matrix_norm(skew(1.0, *r.chunk(2, dim=-1)), 2).item()
         return cls(query.to(device), key.to(device), draws[2].to(device), scale)
 
 
 def skew(scale: float, query: Tensor, key: Tensor) -> Tensor:
-    """scale · (QKᵀ − KQᵀ) in the inputs' precision: S of Eq. 5, or [S] where BᵀQ and BᵀK are given."""
+    """Returns scale · (QKᵀ − KQᵀ) in the inputs' precision: S of Eq. 5, or [S] for BᵀQ and BᵀK."""
     half = scale * (query @ key.mT)
     return half - half.mT
 
 
 def exponential_dense(scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """exp(S) V (Eq. 5) with the N×N exponential: the naive implementation of Section 2.1."""
+    """Returns exp(S) V (Eq. 5) by the N×N exponential: the naive implementation of Section 2.1."""
     return torch.linalg.matrix_exp(skew(scale, query, key)) @ value

@@ -1,13 +1,17 @@
-"""Resources that the kernels of osa/kernels take: `python -m pipeline benchmarks.kernels`. It needs Triton, and no GPU.
+"""Resources of the kernels in osa/kernels: `python -m pipeline benchmarks.kernels`. It needs Triton but no GPU.
 
-Each kernel is compiled for each architecture by the compilers that come with Triton. Writes kernels.csv to
-paper_outputs/benchmarks/: registers of a thread, bytes that a thread spills (stores and loads), bytes of
-shared memory, how many programs fit on a multiprocessor, by shared memory alone and by all limits, the compiler's
-performance warnings, the number of tensor-core products (HGMMA, Hopper's asynchronous instruction), and the number of waits
-for them. Warning C7510 says that a thread waits for each product.
+Triton's compilers compile each kernel for each architecture. Writes kernels.csv to paper_outputs/benchmarks/:
 
-A kernel is compiled again only if the digest of the compiler's input differs from its row. A warning names a kernel that
-takes more resources than its row said.
+registers            registers of a thread
+spilled_bytes        bytes that a thread spills (stores and loads)
+shared_bytes         bytes of shared memory of a program
+programs_by_memory   programs that fit on a multiprocessor by shared memory alone
+programs             programs that fit by all limits
+warnings             the compiler's performance warnings; C7510 says that a thread waits for each product
+hgmma, waits         tensor-core products (HGMMA, Hopper's asynchronous instruction), and waits for them
+
+A kernel is compiled again only if the digest of the compiler's input differs from its row's. A kernel that takes more
+resources than its row says gets a warning.
 """
 
 import ast
@@ -42,10 +46,10 @@ from pipeline.core.errors import command_parser, entry_point
 from pipeline.core.files import ROOT
 
 TABLE = Path("paper_outputs/benchmarks/kernels.csv")
-ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability: bytes of shared memory of a multiprocessor
+ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability → bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, for both architectures
 RESERVED = 1024  # bytes of shared memory that the driver adds to each program
-WIDTHS = (16, 32, 64, 128)  # d_v: that of the paper's heads, and usual ones
+WIDTHS = (16, 32, 64, 128)  # d_v: of the paper's heads, and common values
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (
@@ -57,9 +61,9 @@ METHODS = (
 )
 BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
 BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
-MOST_ROWS = {"exact": 64}  # rows for which a program has a basis
-MANY = 4096  # stands for any long sequence
-MULTIPROCESSORS = {"parts": 132}  # an H100's, with few heads: `parts` splits a head. All other kernels have many heads
+MOST_ROWS = {"exact": 64}  # most tokens for which "exact" holds a basis in a program's registers
+MANY = 4096  # tokens of a long sequence
+MULTIPROCESSORS = {"parts": 132}  # of an H100: too few heads for it, so `parts` splits them. All others have enough
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -67,7 +71,7 @@ REPORTED = {
     "stored": r"(\d+) bytes spill stores",
     "loaded": r"(\d+) bytes spill loads",
 }
-KEY = ["method", "kernel", "width", "dtype", "architecture"]  # columns that name a row
+KEY = ["method", "kernel", "width", "dtype", "architecture"]  # columns that identify a row
 Key = tuple[str, ...]
 Launch = tuple  # the kernel, its tensors and their strides, and its other arguments by name
 
@@ -139,7 +143,7 @@ def code(kernel) -> dict[str, str]:
 
 
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
-    """Lists the launches of a call and its backward pass, for heads of one width, at the most tokens it takes."""
+    """Lists the launches of a forward and a backward pass, for heads of one width, at the most tokens a method takes."""
     found, (*form, method) = [], method.split()
     multiprocessors = MULTIPROCESSORS.get("".join(form), 1)
     with (
@@ -163,7 +167,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    if form == ["parts"]:  # "fused" lists the steps; both passes share the first launch
+    if form == ["parts"]:  # the rows of "fused" have the stepped kernels; both passes share the first launch
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
 
@@ -176,7 +180,7 @@ def name(launched: Launch) -> str:
 
 
 def resources(launched: Launch, architecture: int) -> dict:
-    """Returns the numbers of a row of the table."""
+    """Compiles a launch and returns the numbers of its row."""
     compiled = compile_kernel(launched, architecture)
     (target,) = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +189,7 @@ def resources(launched: Launch, architecture: int) -> dict:
         report = _run("ptxas", "-v", f"--gpu-name={target}", ptx, "-o", machine_code).stderr
         instructions = _run("cuobjdump", "--dump-sass", machine_code).stdout
     hgmma, waits = (len(re.findall(rf"\b{name}\b", instructions)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # sum over functions
+    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # sums over functions
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
@@ -204,7 +208,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """True if a kernel takes more resources than its row of the table says."""
+    """Returns whether a kernel takes more resources than its row of the table says."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

@@ -1,6 +1,6 @@
-"""Linear attention as a substitute for softmax: attention by features of query and key, in time linear in the tokens.
+"""Linear attention, a substitute for softmax attention that takes time linear in the number of tokens.
 
-With features φ, row i of the result is φ(qᵢ)ᵀ Σⱼ φ(kⱼ) vⱼᵀ / φ(qᵢ)ᵀ Σⱼ φ(kⱼ). Tensors are (..., N, d).
+With features φ of queries and keys, row i of the output is φ(qᵢ)ᵀ Σⱼ φ(kⱼ) vⱼᵀ / φ(qᵢ)ᵀ Σⱼ φ(kⱼ). Tensors are (..., N, d).
 """
 
 import math
@@ -16,10 +16,10 @@ def elu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns FAVOR+, an estimate of softmax attention at the scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
+    """Returns FAVOR+ attention, an estimate of softmax attention at scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
 
-    φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x, for a `projection` Ω of shape (m, d). Each query's features, and all keys'
-    of a head, are divided by their largest, so that none overflows; these factors cancel.
+    φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x and Ω = `projection`, (m, d). To avoid overflow we divide the features of
+    each query by their largest, and the features of all keys of a head by their largest. These factors cancel.
     """
     exponents = []
     for x in (query, key):
@@ -32,17 +32,19 @@ def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
 
 
 def orthogonal_projection(width: int, count: int | None = None) -> Tensor:
-    """Returns Ω (count, width) for FAVOR+: Gaussian rows, orthogonal within each block of `width`. The count is by default
-    d ln d, the order for which Choromanski et al. bound the error."""
+    """Returns Ω (count, width) for FAVOR+: Gaussian rows, orthogonal within each block of `width` rows.
+
+    `count` is d ln d by default, the order for which Choromanski et al. bound the error.
+    """
     count = math.ceil(width * math.log(width)) if count is None else count
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(math.ceil(count / width), width, width, generator=generator)
     q, r = torch.linalg.qr(blocks)
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # uniform: Householder's signs depend on the first entries
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # makes q uniform: Householder fixes the signs of r
     directions = q.mT.flatten(0, 1)[:count]
     return directions * torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns attention whose weights are the products of the features `query` and `key`, divided by their sum."""
+    """Returns attention in which query i gives key j a weight ∝ `query`ᵢᵀ `key`ⱼ, their product of features."""
     return query @ (key.mT @ value) / (query @ key.sum(-2, keepdim=True).mT)

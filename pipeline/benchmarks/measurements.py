@@ -1,4 +1,4 @@
-"""Measurements of a machine: their folder, their format, and the options that all scripts share."""
+"""Measurements of a machine: their folder and their format, and the options of all scripts."""
 
 import argparse
 import re
@@ -19,44 +19,44 @@ BENCHMARKS = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
 INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
-SDPA, BEST = "sdpa", "best SDPA"  # torch chooses a backend; the fastest of those it has
+SDPA, BEST = "sdpa", "best SDPA"  # the backend that torch chooses; the fastest backend
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
 PEAK_SIZES = {
     256: 50,
     512: 20,
     2048: 3,
-}  # square matrices whose product shows the peak, and how many samples of it are taken;
-# the small ones last less than the turn of a process, and so show it on a busy machine too
+}  # size of square matrices → how many samples of their product `peak` takes.
+# Small products end before the system interrupts the process, so they show the peak on a busy machine too.
 
 
 def parser(script: str, about: str | None) -> argparse.ArgumentParser:
-    """The options of all scripts, and `about` them in its first paragraph."""
+    """Returns a parser with the options of all scripts. Its help shows the first paragraph of `about`."""
     shown, about = argparse.ArgumentDefaultsHelpFormatter, (about or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(
         prog=f"python -m pipeline benchmarks.{script}", description=about, formatter_class=shown
     )
-    parser.add_argument("--repeats", type=int, default=9, help="rounds, in each of which everything has its turn")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds, each of which times every call once")
     return parser
 
 
 def slug(environment: dict) -> str:
-    """The folder of a machine: its device and its number of threads, such as amd-epyc-2-threads."""
+    """Returns the name of a machine's folder: its device and its number of threads, such as amd-epyc-2-threads."""
     return re.sub(r"[^a-z0-9]+", "-", provenance.machine(environment).lower()).strip("-")
 
 
 def quantiles(seconds: list[float] | NDArray) -> dict[str, float]:
-    """Median, 10 % and 90 % of samples, by the names of their columns."""
+    """Returns the median, 10 % and 90 % quantiles of samples, by the names of their columns."""
     return dict(zip(QUANTILES, np.quantile(seconds, list(QUANTILES.values())).tolist(), strict=True))
 
 
 def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Floating-point operations a second of the fastest product of matrices up to 2048×2048, of float32 or `dtype`.
+    """Returns the floating-point operations per second of the fastest matrix product up to 2048×2048, in float32 or `dtype`.
 
-    With TF32 on CUDA: torch's attention makes its float32 products on tensor cores, several for one, and may pass the
-    peak of plain ones. By the wall clock until the host has read a result, and not by benchmarks/cost.py, whose clock it
-    is to check.
+    On CUDA it allows TF32: torch's attention splits float32 products into several on tensor cores, and may pass the peak of
+    plain float32. It measures by the wall clock until the host has read a result. It does not use benchmarks/cost.py,
+    because it serves to check that clock.
     """
-    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # on CUDA the way to the host and back is a small part then
+    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # many on CUDA, so the way to the host takes a small part
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"
     for n, samples in PEAK_SIZES.items():
@@ -72,7 +72,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
 
 
 def write_measurements(name: str, table: pd.DataFrame, device: torch.device, options: argparse.Namespace, **facts) -> None:
-    """name.csv with the table and name.json with the facts, in the folder of this machine."""
+    """Writes the table to name.csv and the facts to name.json, in this machine's folder."""
     environment = provenance.describe_environment(device) | {"torchvision": version("torchvision")}
     path = BENCHMARKS / slug(environment) / name
     files.write_csv(path.with_suffix(".csv"), table)
@@ -82,10 +82,10 @@ def write_measurements(name: str, table: pd.DataFrame, device: torch.device, opt
 
 
 def measured(name: str) -> list[Path]:
-    """The file of that name of each machine that has one, such as step.json.
+    """Returns each machine's file of this name, such as step.json, if the machine has it.
 
     Raises:
-        UserError: a machine's files are not those that were measured there.
+        UserError: a machine's files have changed since they were measured.
     """
     paths = sorted(BENCHMARKS.glob(f"*/{name}"))
     for folder in {path.parent for path in paths}:
@@ -94,7 +94,7 @@ def measured(name: str) -> list[Path]:
 
 
 def with_best(table: pd.DataFrame) -> pd.DataFrame:
-    """A table of attention with the fastest of torch's backends at each point in place of all of them."""
+    """Returns a table of attention in which the fastest of torch's backends at each point replaces them all."""
     softmax = table["method"].str.startswith(SDPA)
     fastest = table[softmax].sort_values("seconds").groupby(["width", "pass", "tokens"], as_index=False).first()
     return pd.concat([table[~softmax], fastest.assign(method=BEST)], ignore_index=True)

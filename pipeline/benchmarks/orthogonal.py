@@ -1,10 +1,10 @@
-"""An orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
+"""Times an orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
-It times each map of osa/constrained/orthogonal.py in three codes: our parametrisation, torch's (which has no Givens
-rotations), and the steps of pipeline/benchmarks/post.py; and `nn.Linear` beside them. It times a forward pass alone, and one
-with the gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and each time is
-divided by the dense layer's of the same round. A layer is left out at sizes where it would take too long. Writes
-orthogonal.csv and orthogonal.json to paper_outputs/benchmarks/HARDWARE/.
+Each map of osa/constrained/orthogonal.py has three codes: our parametrisation, torch's (without Givens rotations), and the
+steps of pipeline/benchmarks/post.py. The dense layer is `nn.Linear`. We time a forward pass alone, and one with the
+gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and we divide each time
+by the dense layer's of the same round. We leave out sizes at which a layer would take too long. Writes orthogonal.csv and
+orthogonal.json to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from pipeline.core import provenance
 from pipeline.core.errors import entry_point
 from pipeline.results.measures import orthogonality_error
 
-DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # code, as orthogonal.csv names it
-TRAINING_TOKENS = 6400  # 128 images of 50
+DENSE, OURS, TORCH, POST = "dense", "ours", "torch", "the post’s steps"  # values of the column `code`
+TRAINING_TOKENS = 6400  # 128 images of 50 tokens
 SEED = 0
 SMALLEST = 16  # n of the smallest layer
 TOKENS = (1, 128, TRAINING_TOKENS)
@@ -40,7 +40,7 @@ STD = 0.01  # standard deviation of the parameters, as in the post
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
 POWER = 2.5  # predicted times grow as n^POWER: with many tokens they grow as n², with few as n³
-LARGEST_GIVENS = 128  # n of the post's Givens rotations: autograd stores the result of each of the n(n − 1)/2
+LARGEST_GIVENS = 128  # largest n of the post's Givens rotations: autograd stores n(n − 1)/2 results
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]
 
@@ -49,7 +49,7 @@ Key = tuple[str, str, int, int, str]
 
 @dataclass(frozen=True)
 class Layer:
-    """A function of tokens (b, n) and parameters, its parameters at this size, and how many degrees of freedom they have."""
+    """A function of tokens (b, n) and parameters, the parameters, and their number of degrees of freedom."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     parameters: Tensor
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns every layer of width n by map and code. Ours and torch's parametrise an orthogonal weight, at X ≠ 0."""
+    """Returns every layer of width n by map and code. Ours and torch's parametrise the same orthogonal weight, at X ≠ 0."""
     generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
     angles = (STD * torch.randn(free, generator=generator)).to(device)
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)
@@ -119,9 +119,9 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Returns whether to time a call, by `last`: n and seconds of the last call with the same map, code, tokens and pass.
+    """Returns whether to time a call, from `last`: n and seconds of the last call with the same map, code, tokens and pass.
 
-    The dense layer is timed at every size, as the others are divided by it.
+    The dense layer is timed at every size, because the others are divided by it.
     """
     name, code, n, tokens, direction = key
     before = last.get(((name, code), tokens, direction))

@@ -1,8 +1,8 @@
 """The layers of the post *Orthogonal Linear Layers in PyTorch*, written from its formulas and with its steps. Part of the
-post's own code cannot run: see docs/errata.md.
+post's own code does not run: see docs/errata.md.
 
-A layer takes x (tokens, n) and its parameters, and returns x W. `householder` has m vectors as parameters. The other layers
-have n(n − 1)/2 angles, one for each plane (i, j) with i < j, ordered by i and then j.
+A layer takes x (tokens, n) and its parameters, and returns x W. The parameters of `householder` are m vectors. Those of the
+other layers are n(n − 1)/2 angles, one for each plane (i, j) with i < j, ordered by i and then j.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def givens(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates one plane after the other: columns (p, q) become (cos θ p + sin θ q, −sin θ p + cos θ q)."""
+    """Rotates x in one plane after the other: columns (p, q) become (cos θ p + sin θ q, −sin θ p + cos θ q)."""
     columns, cos, sin = list(x.unbind(-1)), angles.cos().unbind(), angles.sin().unbind()
     for k, (i, j) in enumerate(zip(*planes(len(columns)).tolist(), strict=True)):
         p, q = columns[i], columns[j]
@@ -30,7 +30,7 @@ def cayley(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def householder(x: Tensor, vectors: Tensor) -> Tensor:
-    """Returns x H₁ ⋯ H_m, by one reflection H = I − 2 vvᵀ/‖v‖² after the other."""
+    """Returns x H₁ ⋯ H_m, where H = I − 2 vvᵀ/‖v‖² is the reflection of each vector v."""
     for v in vectors / vectors.norm(dim=1, keepdim=True):
         x = x - 2 * torch.einsum("...,d->...d", torch.einsum("...d,d->...", x, v), v)
     return x

@@ -1,11 +1,11 @@
-"""A training step of each model of the paper, against the straightforward script: `python -m pipeline benchmarks.step`.
+"""Times a training step of each model of the paper and of the straightforward script: `python -m pipeline benchmarks.step`.
 
-Both sides take the same steps in one process, in rounds of shuffled order: a batch of the true size, forward, backward,
-clipping, AdamW. Our side is the step of `pipeline.training`, on CUDA with its graph and without. The other side is
-`benchmarks.straightforward` behind a DataLoader over torchvision's MNIST, in torch's default settings; it reads the loss
-after each step, as such scripts do. Both start from the initial weights of one seed. Where that seed's run is trained, they
-also start from its last weights, whose ‖S‖ is larger. A large product of matrices takes part in the rounds: it shows the
-speed that the machine reaches. Writes step.csv and step.json to paper_outputs/benchmarks/HARDWARE/.
+Both sides take the same steps in one process, in rounds of shuffled order: a batch of the paper's size, forward, backward,
+clipping, AdamW. Our side is the step of `pipeline.training`, on CUDA both with its graph and without. The other side is
+`benchmarks.straightforward` with a DataLoader over torchvision's MNIST, in torch's default settings; it reads the loss after
+each step, as such scripts do. Both start from the initial weights of one seed, and if that seed's run is trained, also from
+its last weights, which have a larger ‖S‖. The rounds also time a large matrix product, which shows the speed of the machine.
+Writes step.csv and step.json to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -35,13 +35,13 @@ from pipeline.data import idx
 from pipeline.training.loop import Training, configure_torch
 from pipeline.training.run import Run
 
-SEED = 5  # one of those whose weights git keeps
+SEED = 5  # git keeps the weights of this seed
 SAMPLE_SECONDS = 0.5  # each sample repeats its step for at least this long
 EXACT = "osa_exact"  # our model, which the paper does not have
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]
 Key = tuple[str, str, str]
-PEAK: Key = "product", "", ""  # key of the product of two matrices, in place of model, code and weights
+PEAK: Key = "product", "", ""  # key of the matrix product
 PEAK_SIZE = 2048  # rows and columns of both matrices
 
 StepCall = Callable[[], object]
@@ -106,8 +106,8 @@ def prepare(
 
 
 def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
-    """Returns the floating-point operations of each step's matrix products. A graph and compiled code hide theirs: they are
-    taken from our eager code.
+    """Returns the floating-point operations of each step's matrix products. A graph and compiled code hide their products
+    and do the same as our eager code, so we count the latter's.
     """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
@@ -120,7 +120,7 @@ def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[K
 def training_from(
     variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.DataSet], device: torch.device
 ) -> Training:
-    """Returns a training with its initial or its trained weights. `loaded` holds the data once for each pixel scaling."""
+    """Returns a training with its initial or its trained weights. `loaded` caches the data by pixel scaling."""
     training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
     if weights == TRAINED:
@@ -172,7 +172,7 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
 
 
 def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
-    """Sets the learning rates to 0: the arithmetic is the same, and the weights stay those that the row names."""
+    """Sets the learning rates to 0. A step takes the same time, and leaves the weights as its row names them."""
     for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = 0.0
 
@@ -196,8 +196,11 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """Returns ratios of seconds by weights: our OSA models over our ViT, and straightforward over ours, by model and for
-    sums of models; where our step is a graph, also eager over graph. A ratio is absent unless its models were all measured.
+    """Returns ratios of seconds for each kind of weights. A ratio is absent unless all its models were measured.
+
+    over_vit                    each of our OSA models over our ViT
+    straightforward_over_ours   for each model, and for sums over groups of models
+    eager_over_ours             our eager step over our graph, if there is a graph
     """
     paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]

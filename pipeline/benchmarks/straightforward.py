@@ -1,7 +1,7 @@
 """The models as one would first write them: torchvision's ViT, and the paper's formulas with the library calls it names.
 
 The formulas are neither optimised nor slowed down: torch.linalg.qr, torch.linalg.matrix_exp, and Eq. 9 on the N×2d_v matrix.
-`load_weights` copies the weights of our model, with which a model of this file computes the same function.
+`load_weights` copies the weights of our model into a model of this file. Both then compute the same function.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.results.measures import blocks_of
 if TYPE_CHECKING:  # torchvision takes seconds to import, and the formulas do not need it
     from torchvision.models.vision_transformer import VisionTransformer
 
-RENAMED = {  # the parameters of `osa.VisionTransformer`, as torchvision calls them
+RENAMED = {  # name of a parameter in `osa.VisionTransformer` → in torchvision
     "blocks.": "encoder.layers.encoder_layer_",
     "attention.out.": "attention.out_proj.",
     "attention.": "self_attention.",
@@ -55,7 +55,7 @@ def orthogonal_attention(
 
 
 class OrthogonalAttention(nn.Module):
-    """Eq. 3–4: the heads, each with its projections."""
+    """Multi-head orthogonal attention with its projections (Eq. 3–4)."""
 
     def __init__(self, embed_dim: int, num_heads: int, num_iterations: int | None) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """Returns torchvision's ViT for these images, with the blocks of this file unless the variant is that very ViT."""
+    """Returns torchvision's ViT for these images, with the blocks of this file unless torchvision's fit the variant."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant
@@ -131,7 +131,7 @@ def build(config: RunConfig) -> VisionTransformer:
 
 
 def load_weights(model: VisionTransformer, ours: osa.VisionTransformer) -> None:
-    """Copies all weights of our model of the same variant into the straightforward one."""
+    """Copies all weights of our model into the straightforward model of the same variant."""
     own, state = model.state_dict(), {}
     (_, attention, _), *_ = blocks_of(ours)
     num_heads = attention.num_heads
@@ -140,7 +140,7 @@ def load_weights(model: VisionTransformer, ours: osa.VisionTransformer) -> None:
             name = name.replace(old, new)
         state[name] = tensor.expand(num_heads) if name.endswith("alpha") else tensor
     for name in own:
-        if "in_proj_" in name:  # nn.MultiheadAttention has query, key and value in one
+        if "in_proj_" in name:  # nn.MultiheadAttention stacks query, key and value
             layer, kind = name.split("in_proj_")
             state[name] = torch.cat([state.pop(f"{layer}{part}.{kind}") for part in ("query", "key", "value")])
     model.load_state_dict({name: tensor.reshape(own[name].shape) for name, tensor in state.items()})

@@ -31,7 +31,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Call:
-    """A function and its tensor arguments. They count as memory that the call needs."""
+    """A function and its tensor arguments, which count as memory of the call."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class Call:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def with_backward(self) -> "Call":
-        """Returns a call that also computes the gradients of all tensors. The output's gradient is one more tensor."""
+        """Returns a call that also computes the gradients of all tensors. The output's gradient is one more argument."""
         leaves = tuple(tensor.clone().requires_grad_() for tensor in self.tensors)
         return Call(partial(_gradients, self.function), (torch.ones_like(self()), *leaves))
 
@@ -177,7 +177,7 @@ PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # the profiler sees them with 
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }
-ROUTINES: dict[str, Callable[[Shapes], int]] = {  # the profiler sees nothing inside: Golub & Van Loan's counts
+ROUTINES: dict[str, Callable[[Shapes], int]] = {  # the profiler sees nothing inside; counts by Golub & Van Loan
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
     "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
     "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),  # 0 for .out

@@ -211,7 +211,10 @@ def by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Copies x `count` times: 2 read or write Q, K, V and the output; 6 do so again, with all four gradients."""
+    """Copies x `count` times. Each copy reads one tensor and writes one.
+
+    So 2 copies match a forward pass (Q, K, V, output). 4 more match a backward pass: the same again, and four gradients.
+    """
     return tuple(x.clone() for _ in range(count))
 
 
@@ -225,7 +228,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call and the call with its gradients, as a replay and eagerly; and each launch of the latter, if asked to."""
+    """Times a call, and it with its gradients, as a replay and eagerly. `with_launches` adds each launch of the latter."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)

@@ -1,4 +1,4 @@
-"""Inputs of one head for counting and timing its attention, and the dense exponential, the naive method."""
+"""Inputs of one head, for counting and timing its attention, and the naive method: the dense exponential."""
 
 from dataclasses import dataclass
 

@@ -46,5 +46,5 @@ def orthogonal_projection(width: int, count: int | None = None) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns attention in which query i gives key j a weight ∝ `query`ᵢᵀ `key`ⱼ, their product of features."""
+    """Returns attention with weights φ(qᵢ)ᵀφ(kⱼ) / Σⱼ φ(qᵢ)ᵀφ(kⱼ), where `query` and `key` are the features φ(q), φ(k)."""
     return query @ (key.mT @ value) / (query @ key.sum(-2, keepdim=True).mT)

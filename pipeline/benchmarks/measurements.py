@@ -82,7 +82,7 @@ def write_measurements(name: str, table: pd.DataFrame, device: torch.device, opt
 
 
 def measured(name: str) -> list[Path]:
-    """Returns each machine's file of this name, such as step.json, if the machine has it.
+    """Returns all files of this name, such as step.json: one for each machine that has it.
 
     Raises:
         UserError: a machine's files have changed since they were measured.

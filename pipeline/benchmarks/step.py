@@ -106,8 +106,8 @@ def prepare(
 
 
 def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
-    """Returns the floating-point operations of each step's matrix products. A graph and compiled code hide their products
-    and do the same as our eager code, so we count the latter's.
+    """Returns the floating-point operations of each step's matrix products. For a graph and compiled code, which hide their
+    products, it counts our eager code.
     """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
@@ -172,7 +172,7 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
 
 
 def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
-    """Sets the learning rates to 0. A step takes the same time, and leaves the weights as its row names them."""
+    """Sets the learning rates to 0. A step takes the same time, and the weights stay as the row says."""
     for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = 0.0
 

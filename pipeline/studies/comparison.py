@@ -42,7 +42,7 @@ class Settings(Section):
 
 
 def study(**parts: Any) -> Study:
-    """Returns a `Study` that trains and reads the runs in its section. `parts` adds fields or replaces these."""
+    """Returns a `Study` that trains and reads the runs in its section. `parts` sets further fields, or replaces these."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 

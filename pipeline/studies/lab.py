@@ -79,7 +79,7 @@ class Lab:
         return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
-        """Returns this study's run with this identity, which need not exist yet."""
+        """Returns this study's run of a variant, overrides and seed, whether or not it is trained."""
         return Run(variant, seed, self.study, overrides or {})
 
     @functools.cached_property

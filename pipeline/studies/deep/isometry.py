@@ -54,7 +54,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields for each network mean and standard deviation of log |x|²/d over tokens, quantiles of |x|²/d, and ‖J‖_F²/d."""
+    """Yields for each network ‖J‖_F²/d, and over tokens quantiles of |x|²/d, and mean and standard deviation of its log."""
     for draw, width, depth, seed in itertools.product(DRAWS, settings.widths, settings.depths, settings.seeds):
         network = stack(draw, width, depth, lab.generator(seed, f"isometry/{draw}/{width}/{depth}"))
         x = lab.normal(seed, "isometry/tokens", settings.tokens, width)
@@ -95,7 +95,7 @@ def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields for each model as initialised ‖∂loss/∂θ‖₂, and after the last block |x|²/d of [cls] and the largest token's."""
+    """Yields for each initialised model ‖∂loss/∂θ‖₂, and |x|²/d after the last block: of [cls], and of the largest token."""
     for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))

@@ -50,7 +50,7 @@ COLLAPSED = 0.99  # above this mean cosine all tokens are practically one
 COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse to one direction, as in Figures 1 and 7
 TOLERANCE = 1e-10  # error of an identity: L products of N×N matrices with condition numbers up to 1e4
 NORM_TOLERANCE = 0.1  # |q − 1| after all blocks with normalised skips, for which E-SPA is an approximation
-CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: |q − 1| with the correction is smaller, q without it larger
+CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: largest |q − 1| with the correction, least q without
 FIGURE_6 = (36, 0.02, 20)  # blocks, γ_L, and types of tokens, so that r = 0.05
 SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # SKIP_SCALE is L (1 − α²), for α = 0.98 at 36 blocks
 LAYERS = {  # orthogonal attention with several heads → its variant, and whether W^V, W^O are drawn for all heads together
@@ -135,7 +135,7 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
-    """Returns by name the map of Σ by one block with these softmax matrices (heads, N, N). All heads have the same width."""
+    """Returns the map of Σ by one block for each row with softmax; `matrices` (heads, N, N) attend in heads of one width."""
 
     def attend(kernel: Tensor) -> Tensor:
         return (matrices @ kernel @ matrices.mT).mean(0)
@@ -242,7 +242,7 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns γ by Eq. 25 as printed, which has λ_α² for λ_α. `after` is γ by Eq. 26."""
+    """Returns γ by Eq. 25 as printed, with λ_α² in place of λ_α. `after` is γ by Eq. 26."""
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)  # −a(γ)² of both; their ratio is λ_α²
     return -math.log1p(reached * (reached / squared)) / 2
 
@@ -263,7 +263,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the largest relative change of tr X Xᵀ of an image after all layers of orthogonal attention."""
+    """Yields the largest relative change, over images, of tr X Xᵀ through all layers of orthogonal attention."""
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         model = lab.model(config, settings.seeds[0], torch.float64)

@@ -119,9 +119,9 @@ def of_tokens(x: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def attention_condition(model: VisionTransformer, images: Tensor) -> float:
-    """Returns κ(A_L ⋯ A_1) of the attention matrices: its geometric mean over heads and images, or ∞ from `SINGULAR` on.
+    """Returns κ(A_L ⋯ A_1) of the attention matrices, as a geometric mean over heads and images.
 
-    Returns NaN for models with skips, where tokens bypass this product.
+    A κ of at least `SINGULAR` counts as ∞. Models with skips have NaN, since their tokens bypass this product.
     """
     if model.blocks[0].skip:
         return math.nan
@@ -188,7 +188,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
             x = model.tokens(images)
         squared = norm(x).square().mean().item()
         cotangent = torch.randn(x.shape, generator=lab.generator(seed, "signals/alpha"), dtype=x.dtype)
-        unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # unit of α, by the bound
+        unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # unit of α by the bound
         alpha = doubling_alpha(model, images, cotangent, unit)
         yield {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared} | {
             "alpha": alpha,

@@ -24,7 +24,7 @@ from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-OF_TRAINING = 0.5  # speed is the time to the lowest loss in this share of the reference's training
+OF_TRAINING = 0.5  # speed is the time to the lowest loss that the reference reaches in this share of its training
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")

@@ -25,7 +25,7 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # numbers of test images to watch: for all measurements but one, and for Theorem 2.1's ratio
+IMAGES, FEW = 32, 2  # numbers of test images to watch: FEW for Theorem 2.1's ratio, IMAGES for the rest
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations of pixel noise: for A's change, for accuracy
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading, without a penalty

@@ -36,7 +36,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the largest and the median ratio over the rows of each case, and ‖K‖₂ of centred keys over ‖K‖₂."""
+    """Measures for each case the largest and median ratio of change to bound, and ‖K‖₂ of centred keys over ‖K‖₂."""
     softmax, orthogonal = [], []
     for seed in settings.seeds:
         for identity, query, key, scale in itertools.chain(gaussian(seed, lab), models(seed, settings, lab)):

@@ -14,7 +14,7 @@ from pipeline.studies.paper import CLAIMS_FILE, ablations
 
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor
-INTERACTION = (1, -1, -1, 1)  # weights of the cells: by how much more Section 4 helps OSA than softmax
+INTERACTION = (1, -1, -1, 1)  # weights of the cells: how much more Section 4's initialisation helps OSA
 CLAIMS: tuple[str, ...] = ("attention_matters", "attention_matters_with_xavier")
 CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 

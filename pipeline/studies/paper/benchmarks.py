@@ -1,7 +1,7 @@
-"""Seconds of OSA on several machines, from the files of pipeline/benchmarks, whose scripts are run by hand.
+"""How fast is OSA on several machines? The scripts of pipeline/benchmarks, run by hand, timed it.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-The literal forms test this. Our forms do not, since they share their products.
+The literal formulas test this. Our methods do not, since they share their products.
 """
 
 from pathlib import Path

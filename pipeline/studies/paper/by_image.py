@@ -1,4 +1,4 @@
-"""Table 2's runs image by image: differences of means over seeds and images, test loss, calibration, and votes of all seeds.
+"""Compares Table 2's models image by image: means over seeds and images, test loss, calibration, and votes of all seeds.
 
 It measures nothing. The stage `evaluate` listed the images that each run gets wrong; the stage `tables` gathered the lists.
 """

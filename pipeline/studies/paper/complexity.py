@@ -50,7 +50,7 @@ NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
 class Settings(Section):
-    """Sizes of the sweeps. `largest_tokens` ends N = 64, 128, ... at fixed d; `repeats` counts the rounds of timing."""
+    """Sizes of the sweeps. `largest_tokens` is the last of N = 64, 128, ... at fixed d; `repeats` counts timing rounds."""
 
     largest_tokens: PositiveInt
     repeats: PositiveInt

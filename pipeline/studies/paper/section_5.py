@@ -1,6 +1,6 @@
-"""Section 5: whether its claims hold in the runs of Table 2, by claims.yaml and pipeline/statistics/verdicts.py.
+"""Do the claims of Section 5 hold in our runs of Table 2? claims.yaml states them; pipeline/statistics/verdicts.py judges.
 
-It measures nothing: the stage `tables` gathered the runs.
+The study measures nothing: the stage `tables` gathered the runs.
 """
 
 import math
@@ -31,9 +31,9 @@ from pipeline.studies import Study, Tables, charts
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate
 
-RULES_FILE = Path(__file__).with_name("rules.csv")  # the words of the three rules for seeds 0 to 9
+RULES_FILE = Path(__file__).with_name("rules.csv")  # the verdicts on seeds 0 to 9 by each of three rules
 PRIMARY = ("osa_matches_vit", "osa_approaches_vit_speed", "osa_beats_noskip", "osa_faster_than_noskip")
-FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # primary once their runs are there
+FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # primary claims that new seeds decide
 ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
@@ -63,7 +63,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns the verdict of each claim and comparison, and the paper's value if its Table 2 has one."""
+    """Returns the verdict of each claim and comparison, with the paper's value if the paper's Table 2 gives one."""
     declared = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
     judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
@@ -77,8 +77,8 @@ def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[s
 
 
 def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns the verdicts of Table 2's runs. Where fresh seeds have decided, these are theirs, and `before`
-    holds Table 2's."""
+    """Returns the verdicts of Table 2's runs. If new seeds have decided a claim, their verdict replaces Table 2's, which
+    moves to `before`."""
     judged = judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab)
     for name, verdict in fresh(lab).items():
         if name in judged:
@@ -94,7 +94,7 @@ def baseline(claim: AnyClaim) -> str:
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """Returns the verdicts of the comparisons in `FRESH` whose runs are all there; new seeds decide them."""
+    """Returns the verdicts of new seeds on the claims in `FRESH`, without claims that still wait for runs."""
     found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
@@ -103,8 +103,11 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     """Summarises the verdicts of the primary comparisons; `fresh` verdicts replace Table 2's.
 
     Returns:
-        The count of each verdict; the names of reproduced and of undecided comparisons; Holm's adjusted p-value of each; and
-            how many hold together at a family-wise error of 5 %.
+        The counts of `count`, and
+
+        reproduces, leaves_open   the names of these comparisons
+        adjusted                  Holm's adjusted p-value of each comparison
+        together, family_p        how many hold at a family-wise error of 5 %, and the largest p-value of these
     """
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh
@@ -122,16 +125,18 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts the verdicts of each word."""
+    """Counts the verdicts by `word`."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Returns the ratio of the epochs at which two models reach a train loss, estimated as in claims of speed, for each loss
-    that the second model reaches after a fraction of its training. Losses that half of either model's runs never reach are
-    left out."""
+    """Returns rows of a train loss and the ratio of the epochs at which two models reach it, as claims of speed estimate it.
+
+    There is a row for each loss that the second model reaches after one of `FRACTIONS` of its training, unless half of the
+    runs of either model never reach it.
+    """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
     for fraction in FRACTIONS if starting and curves[0] else []:
@@ -144,7 +149,7 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the second model's epoch from which on the first stays ahead; None if the first is behind at the end."""
+    """Returns the epoch, counted by the second model, from which on the first stays ahead; None if it ends behind."""
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
     since = behind[-1] + 1 if len(behind) else 0
@@ -175,7 +180,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws a dot for each run of Table 2 and a bar for the paper's number, on log-odds, which spread values near 100 %."""
+    """Draws a dot for each run of Table 2 and a bar for the paper's number. Log-odds spread the values near 100 %."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
@@ -209,7 +214,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]
                 axes.plot(*last, ".", color=looks.look_of(model).colour)  # makes a curve of one point visible
-                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # a side of the dashed line
+                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # away from the dashed line
                 axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)
         judged_at = target_loss(results.curves_of_starting(second), claim.of_training)

@@ -145,7 +145,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws every eigenvalue of one image's tokens over depth: orthogonal attention, softmax with a skip, softmax."""
+    """Draws every eigenvalue of Σ_l over depth l, for one image: orthogonal attention, softmax with a skip, softmax."""
     floor, deepest, spectra = 1e-16, settings.depths[-1], tables["spectra"]
     stacks = {
         list(orthogonal_stacks(settings))[-1]: "Orthogonal attention",

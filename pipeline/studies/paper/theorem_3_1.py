@@ -51,7 +51,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ‖YᵀY − I‖₂ and its bounds for both iterations, in float64."""
+    """Measures ‖YᵀY − I‖₂ and its bounds for Newton–Schulz and Polar Express, in float64."""
     rows = []
     for (tokens, width), seed, condition in itertools.product(settings.sizes, settings.seeds, settings.conditions):
         generator = lab.generator(seed, f"theory/basis/{tokens}x{width}/{condition:g}")
@@ -70,13 +70,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each iteration, S and number of iterations, and in models for each image and head.
+    """Returns a row for each method of iteration, S and K, and in models for each image and head.
 
     Args:
         m: ([images, h,] N, 2d_v).
         condition: cond(M), ([images, h]).
         skews: each S, ([images, h,] N, N).
-        counts: numbers of iterations, in rising order.
+        counts: values of K, in rising order.
     """
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():

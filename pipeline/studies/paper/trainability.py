@@ -112,7 +112,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
     kept             the factor per block by which ‖∂logits/∂X₀‖_F changes with depth
     attention_kept   the same for ‖∂X_L/∂X₀‖_F without the MLPs
-    kappa, first_gradient   κ(∂logits/∂X₀) and the first block's gradient, at the smallest and the largest depth
+    kappa            κ(∂logits/∂X₀) at the smallest and the largest depth
+    first_gradient   the first block's gradient at these depths
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]

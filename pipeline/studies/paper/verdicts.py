@@ -23,7 +23,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # runs of each model
 FAILING = (0.0, 0.1)  # share of runs that fail to start
-FAILED, SCATTER = -50.0, 10.0  # mean and standard deviation of runs that fail, in points from the others
+FAILED, SCATTER = -50.0, 10.0  # mean of runs that fail, relative to the others, and standard deviation
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # we compare the first with each of the others, in accuracy and in speed
 
 
@@ -73,7 +73,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns rates of "reproduced" for each share of failing runs and number of runs.
 
-    errors   with the truth at a limit: the largest rate over pairs, and the family's
+    errors   with the truth at a limit: the largest rate over pairs, and the family's rate
     power    with the truth at the paper's values: each pair's rate
     """
     errors, power = {}, {}

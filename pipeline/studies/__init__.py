@@ -95,7 +95,7 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """Returns the name of the reading of the paper's recipe in a study's section: the first reading if it names none."""
+    """Returns the reading of the paper's recipe that a study's section names, or else the first reading."""
     return getattr(settings(name), "reading", FIRST_READING)
 
 

@@ -203,7 +203,7 @@ ORDERS = {  # part → its key in `orders` of paper.yaml
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → its symbols. Degree in N and total degree decide an order for 2d ≤ N
+JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the symbols whose degree it measures; two degrees decide an order
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # slopes use this many of a sweep's largest sizes, since exponents are asymptotic
 TOLERANCE = 0.05  # how far a slope may exceed an exponent. A wrong power adds 1. Over three doublings, one Taylor term or

@@ -91,7 +91,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Lists each model's seeds that fail in float32 and in float64, and the extremes of the runs that learn and that fail.
 
-    The totals of `failing` and `failing_double` count over models.
+    `failing` and `failing_double` beside the models are totals.
     """
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]

@@ -228,7 +228,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call, and it with its gradients, as a replay and eagerly. `with_launches` adds each launch of the latter."""
+    """Times a call without and with its gradients, as a replay and eagerly; `with_launches`, also each of its launches."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)

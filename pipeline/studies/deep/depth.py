@@ -75,11 +75,14 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
     and after training."""
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
-    before, after = (each.groupby("name").mean() for each in (runs.first(), runs.last()))
-    return [
-        {"name": name, "n": int(n)} | {key: [float(when.at[name, key]) for when in (before, after)] for key in before}
-        for name, n in last.groupby("name", sort=False)["seed"].nunique().items()
-    ]
+    before, after = runs.first().groupby("name").mean(), runs.last().groupby("name").mean()
+    rows = []
+    for name, n in last.groupby("name", sort=False)["seed"].nunique().items():
+        row: dict = {"name": name, "n": int(n)}
+        for key in before:
+            row[key] = [float(before.at[name, key]), float(after.at[name, key])]
+        rows.append(row)
+    return rows
 
 
 def step_times(path: Path) -> dict:

@@ -134,10 +134,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         }
         for draw, depth in itertools.product(DRAWS, settings.gradient_depths)
     ]
-    slopes = {
-        draw: {"depth": summary_of([log_log_slope(own.index.get_level_values("depth"), own) for _, own in by_width])}
-        for draw, by_width in ((draw, sd[draw].groupby(level="width")) for draw in DRAWS)
-    }
+    slopes = {}
+    for draw in DRAWS:
+        by_width = [own for _, own in sd[draw].groupby(level="width")]
+        slopes[draw] = {"depth": summary_of([log_log_slope(own.index.get_level_values("depth"), own) for own in by_width])}
     gradients = [
         {"model": model, "depth": depth, "gradient": own["gradient"].tolist()}
         | {"cls": own["cls"].tolist(), "largest": own["largest"].max()}

@@ -279,14 +279,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     deepest, trace = settings.depths[-1], tables["layers"].groupby("layers")["trace_change"].max()
     skips = tables["skips"].set_index(["equation", "depth"])["q"]
     repeated = tables["diagonals"][tables["diagonals"]["block"] == FIGURE_6[0]].groupby("corrected")["q"]
+    rows = []
+    for row in ROWS:
+        cosines = [kernels.loc[(row, depth), "cosine"] for depth in settings.depths]
+        ends = check(cosines[-1], COLLAPSED, "above" if row in COLLAPSING else "below")
+        rows.append({"row": row, "cosines": cosines, "rank": kernels.loc[(row, deepest), "effective_rank"], "ends": ends})
     return {
         "depths": settings.depths,
-        "rows": [
-            {"row": row, "cosines": [kernels.loc[(row, depth), "cosine"] for depth in settings.depths]}
-            | {"rank": kernels.loc[(row, deepest), "effective_rank"]}
-            | {"ends": check(kernels.loc[(row, deepest), "cosine"], COLLAPSED, "above" if row in COLLAPSING else "below")}
-            for row in ROWS
-        ],
+        "rows": rows,
         "schedule": check(tables["schedules"]["error"].max(), TOLERANCE),
         "skips": check((skips[26] - 1).abs().max(), NORM_TOLERANCE),
         "skips_printed": (skips[25] - 1).abs().max(),  # Eq. 25

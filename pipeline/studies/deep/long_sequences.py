@@ -91,13 +91,12 @@ def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor,
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     table, runs = tables["initial"], tables["runs"]
-    slopes = {
-        case: {
-            size: summary_of([log_log_slope(own["tokens"], own[size]) for _, own in rows.groupby("seed")])
-            for size in NORM_COLUMNS
-        }
-        for case, rows in table.groupby("case", sort=False)
-    }
+    slopes: dict = {}
+    for case, own in table.groupby("case", sort=False):
+        by_seed = [each for _, each in own.groupby("seed")]
+        slopes[case] = {}
+        for size in NORM_COLUMNS:
+            slopes[case][size] = summary_of([log_log_slope(each["tokens"], each[size]) for each in by_seed])
     rows = {}
     for name, training in settings.runs.items():
         config = lab.config(training.variant, training.set)

@@ -415,7 +415,7 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Returns, for each group of the constraint, its views in each block."""
+        """Returns a tuple for each group of the constraint: the views of the group's weights in every block."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

@@ -297,7 +297,7 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """Times a whole step, its forward pass, both passes, and a step with the identity in place of attention, as replays."""
+    """Times replays of a whole step, of its forward pass, of both passes, and of a step with the identity for attention."""
     images = torch.rand(1 if tiny else 128, 1, 28, 28, device=DEVICE)
     labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:

@@ -56,7 +56,7 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
 
 
 def fixed(value: float, digits: int) -> str:
-    """Formats a value, rounded as in files, with `digits` decimals and − as minus sign; a dash for a missing number."""
+    """Formats `rounded(value)` with `digits` decimals and − as minus sign. A missing number becomes a dash."""
     return ABSENT if pd.isna(value) else f"{rounded(value):z.{digits}f}".replace("-", "−")
 
 

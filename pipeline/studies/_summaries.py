@@ -10,7 +10,7 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """Checks each value against its limit. Returns the check that uses most of its limit, or the first of a NaN."""
+    """Checks each value against its limit. Returns the check of the first NaN, or else of the value largest by its limit."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
     worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))

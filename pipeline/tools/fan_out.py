@@ -302,7 +302,7 @@ def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[lis
 
 
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Waits for tasks by `wait`, and passes each ended task to `take`. After each wait, yields their runs, sometimes none.
+    """Waits for tasks by `wait`, and passes each ended task to `take`. After each wait, yields the runs taken, sometimes none.
 
     Raises:
         UserError: a task failed. Raised only after all other tasks, which may take hours, have ended.

@@ -74,7 +74,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copies the tensors back in place. State that an optimiser has created since becomes 0, its initial value."""
+        """Copies the tensors back in place. Optimiser state that did not exist before becomes 0, its initial value."""
         for key, tensor in self._tensors().items():
             tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
 

@@ -21,7 +21,7 @@ ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
 MAX_TERMS = tl.constexpr(11)  # most terms: enough if ‖Z‖₂ is about the norm of a step in stepped.py or less
 MAX_NORM = tl.constexpr(16.0)  # bound of ‖Z‖_F, or of twice the largest row sum of |Z|, for one product a term
 SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS each of s_k and t_k, and Y
-TERM_TOLERANCE = tl.constexpr(2.0**-6)  # the sum ends where the bound of `sum_terms` on a change of the output is smaller
+TERM_TOLERANCE = tl.constexpr(2.0**-6)  # `sum_terms` ends the sum once its bound on a change of the output is below this share
 # the `state` of a head names the kernel that computes it: FUSED for this file's, STEPS for stepped.py's with one product a
 # term, and SPLIT_STEPS for stepped.py's with three. NaN means that no digit of the output is correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)

@@ -48,8 +48,8 @@ TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# offsets in a program's scratch, in entries of float32. It holds Y, F, A₂, grad G, σ and γ, and the two parts of Zᵀ in
-# bfloat16. The t_k and s_k of a step follow in bfloat16: in two parts if SPLIT, and otherwise with the Y_j of all steps
+# Offsets in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, and Zᵀ as two bfloat16 parts. Then, in
+# bfloat16, the terms t_k and s_k of a step: each as two parts if SPLIT. Otherwise the Y_j of all steps follow them
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 

@@ -217,7 +217,7 @@ def _launch(
     blocks: int = 1,
     **constants,
 ) -> None:
-    """Launches a program for each tile of rows of a matrix, or, given `parts`, for each of its parts and blocks of columns.
+    """Launches for each head one program per tile of rows, or, given `parts`, one per pair of a part and a block of columns.
 
     The first three of `tensors` are query, key, and a tensor as wide as value.
     """

@@ -111,7 +111,7 @@ def extreme_ratios(ratios: Tensor) -> dict[str, float]:
 
 
 def attained() -> pd.DataFrame:
-    """Returns the ratio of each ε for N = 2, K = (1, −1)ᵀ and q = 0. It tends to ¼ as ε falls."""
+    """Returns softmax's ‖f(ε) − f(0)‖ / (2 ‖K‖₂ ε) for each ε, for N = 2 and K = (1, −1)ᵀ. It tends to ¼ as ε falls."""
     key = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     row = lambda q: torch.softmax(q * key.mT, dim=-1)  # noqa: E731
     ratios = [(row(e) - row(0.0)).norm().item() / (2 * norm(key).item() * e) for e in EPSILONS]

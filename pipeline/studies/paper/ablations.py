@@ -53,7 +53,7 @@ def results_of_ablations(lab: Lab) -> Results:
 
 
 def with_table_2(tables: Tables, lab: Lab) -> Results:
-    """Returns this study's runs, with their baselines in Table 2 if Table 2 follows the study's reading."""
+    """Returns this study's runs, together with Table 2's runs of the baselines if `has_baselines`."""
     if not has_baselines(lab):
         return Results(tables)
     table_2 = results_of(lab).runs

@@ -20,7 +20,7 @@ CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Compares the four cells by each of the two readings."""
+    """Returns `four_cells` for the first reading of the paper and for Table 2's reading."""
     return {
         "first": four_cells(Results(tables, comparison.first_reading(lab))),
         "table_2": four_cells(ablations.results_of_ablations(lab)),

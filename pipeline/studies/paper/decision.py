@@ -1,8 +1,8 @@
 """Is OSA (QR) as accurate as ViT? Eleven new seeds of each decide it, or leave it open.
 
-Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared: seeds 15 to 25 alone decide,
-trained by Table 2's recipe, by the rule and limit of the claim `osa_matches_vit`. We pool them with no earlier seeds and add
-none, whatever comes out. The page shows no result until all runs have ended.
+Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25 alone
+decide. They train by Table 2's recipe, and we judge them by the rule and the limit of the claim `osa_matches_vit`. We pool
+them with no earlier seeds and add none, whatever comes out. The page shows no result until all runs have ended.
 """
 
 from typing import Any

@@ -38,7 +38,7 @@ class Repeat(Section):
 
 
 class Settings(Section):
-    """The runs to train again, by a reading of pipeline/paper.yaml."""
+    """The runs to train again, and the reading of the paper that they follow."""
 
     reading: Name
     runs: list[Repeat]

@@ -105,9 +105,11 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     Returns:
         The counts of `count`, and
 
-        reproduces, leaves_open   the names of these comparisons
-        adjusted                  Holm's adjusted p-value of each comparison
-        together, family_p        how many hold at a family-wise error of 5 %, and the largest p-value of these
+        reproduces         the names of the comparisons that are reproduced
+        leaves_open        the names of the comparisons that are undecided
+        adjusted           Holm's adjusted p-value of each comparison
+        together           the number of comparisons that hold at a family-wise error of 5 %
+        family_p           the largest adjusted p-value among them
     """
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh

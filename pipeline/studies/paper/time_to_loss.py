@@ -1,4 +1,4 @@
-"""Section 5's claims of speed, in seconds: the ratio of the epochs to a train loss, times the ratio of the seconds per step.
+"""Converts Section 5's claims of speed from epochs to seconds, by the ratio of two models' seconds per step.
 
 All models take the same number of steps per epoch. pipeline/benchmarks timed a step on several machines. The claims are
 about epochs, so the ratios of seconds have no verdict.
@@ -24,8 +24,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each baseline and OSA model: the ratio of epochs, the smallest limit at which the claim is
-    reproduced, and the ratio of seconds on each machine, NaN if the machine has not timed both models."""
+    """Returns a row for each baseline and OSA model: the ratio of epochs, its `least_limit`, and the ratio of seconds on each
+    machine. A machine that has not timed both models gives NaN."""
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
     for claim, model in itertools.product(claims, MODELS):

@@ -1,8 +1,8 @@
 """Depth: which model trains at which depth without skips and LN, and what stops the others?
 
 We repeat Section 4 of He et al. 2023 with OSA added. They train language models of width 1,024 on WikiText-103; we train
-ViTs of width 64 on MNIST. pipeline/studies/deep/params.yaml lists the runs. All models of one depth have the same budget.
-Each has the learning rate that the study `rates` found for its kind.
+ViTs of width 64 on MNIST. pipeline/studies/deep/params.yaml lists the runs. All models of one depth train for the same
+number of epochs. We chose their learning rates from the study `rates`.
 """
 
 from pathlib import Path
@@ -36,8 +36,8 @@ MLP_DRAWS = {  # a run of OSA → how its MLPs are drawn
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
-SHALLOW = 36  # this many blocks train for two epochs, deeper models for one
-HIGHEST = 30.0  # largest train loss in the figure
+SHALLOW = 36  # models of up to this many blocks train for two epochs, deeper ones for one
+HIGHEST = 30.0  # the figure draws larger train losses at this value
 IMAGES = 8  # test images whose tokens are watched
 
 
@@ -71,8 +71,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def tokens(watched: pd.DataFrame) -> list[dict]:
-    """Returns for each model the mean cosine and effective rank of the tokens after the last block: means over runs, before
-    and after training."""
+    """Returns a row for each model: the mean cosine and the effective rank of the tokens after its last block.
+
+    Both are pairs: the means over runs before and after training.
+    """
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
     before, after = runs.first().groupby("name").mean(), runs.last().groupby("name").mean()
@@ -93,8 +95,8 @@ def step_times(path: Path) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA, with a panel for each budget. Each name has a line for the mean of the runs that train,
-    and another for those that fail."""
+    """Draws the train loss of OSA in two panels: up to `SHALLOW` blocks, and more. A model has one line for the mean of its
+    runs that train, and one for the mean of its runs that fail."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in MLP_DRAWS.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
@@ -118,7 +120,10 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
-    """Returns the curves of a name's runs that train, then of those that fail, without losses that are not finite."""
+    """Returns the loss curves of the runs called `name` in two lists: the runs that train, then those that fail.
+
+    Losses that are not finite and empty lists are left out.
+    """
     outcomes: dict[bool, list[pd.DataFrame]] = {True: [], False: []}
     for curve in Results(tables).curves(name):
         outcomes[trains(curve["train_loss"].iloc[-1])].append(curve[np.isfinite(curve["train_loss"])])

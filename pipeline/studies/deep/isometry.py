@@ -54,7 +54,12 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields for each network ‖J‖_F²/d, and over tokens quantiles of |x|²/d, and mean and standard deviation of its log."""
+    """Yields a row for each network, whose tokens start with |x|²/d = 1.
+
+    log_mean, log_std   mean and standard deviation of log |x|²/d over tokens
+    q_low, q_high       the quantiles `TAILS` of |x|²/d over tokens
+    jacobian            ‖J‖_F²/d at one token
+    """
     for draw, width, depth, seed in itertools.product(DRAWS, settings.widths, settings.depths, settings.seeds):
         network = stack(draw, width, depth, lab.generator(seed, f"isometry/{draw}/{width}/{depth}"))
         x = lab.normal(seed, "isometry/tokens", settings.tokens, width)
@@ -95,7 +100,11 @@ def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields for each initialised model ‖∂loss/∂θ‖₂, and |x|²/d after the last block: of [cls], and of the largest token."""
+    """Yields a row for each initialised model.
+
+    gradient       ‖∂loss/∂θ‖₂
+    cls, largest   |x|²/d after the last block: the mean over images for [cls], and the largest of all tokens
+    """
     for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
@@ -147,7 +156,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the standard deviation of log |x|² over depth: a line for each draw and for each of the three largest widths.
+    """Draws the standard deviation of log |x|² over depth: a line for each draw at each of the three largest widths.
     Dashed lines are the predictions for independent linear MLPs."""
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)

@@ -2,9 +2,9 @@
 He et al. 2023.)
 
 Without MLPs and in the limit of wide networks, an attention layer maps Σ to A Σ Aᵀ. We compute this in float64 and train
-nothing. The rows are the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
-arrangements of norms and skips, and orthogonal attention, which needs X itself. At the end come layers of real models, with
-several heads.
+nothing. We compare the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
+arrangements of norms and skips, and orthogonal attention, which needs X itself. At the end we measure the attention layers
+of real models, which have several heads.
 """
 
 import itertools
@@ -48,8 +48,8 @@ LINES = {  # row → its label in the figure, and the model with the same colour
 }
 COLLAPSED = 0.99  # above this mean cosine all tokens are practically one
 COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse to one direction, as in Figures 1 and 7
-TOLERANCE = 1e-10  # error of an identity: L products of N×N matrices with condition numbers up to 1e4
-NORM_TOLERANCE = 0.1  # |q − 1| after all blocks with normalised skips, for which E-SPA is an approximation
+TOLERANCE = 1e-10  # largest error of an identity after L products of matrices with condition numbers up to 1e4
+NORM_TOLERANCE = 0.1  # largest |q − 1| after all blocks: with normalised skips, E-SPA keeps q = 1 only approximately
 CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: largest |q − 1| with the correction, least q without
 FIGURE_6 = (36, 0.02, 20)  # blocks, γ_L, and types of tokens, so that r = 0.05
 SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # SKIP_SCALE is L (1 − α²), for α = 0.98 at 36 blocks
@@ -107,13 +107,18 @@ def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
 
 
 def cosines(kernel: Tensor) -> Tensor:
-    """Returns C = diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, and Σ of normalised tokens."""
+    """Returns C = diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens. C is the kernel of normalised tokens."""
     scale = kernel.diagonal().rsqrt()
     return kernel * scale * scale[:, None]
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
-    """Returns the mean cosine of all tokens, of neighbours, and of tokens N/2 apart; C's effective rank; and q = diag Σ."""
+    """Returns numbers of a kernel Σ with cosines C.
+
+    cosine, near, far   mean cosine of all pairs of tokens, of neighbours, and of tokens N/2 apart
+    effective_rank      of C
+    q, q_std            mean and standard deviation of diag Σ
+    """
     c, q = cosines(kernel), kernel.diagonal()
     near, far = 1, len(c) // 2
     return {
@@ -135,7 +140,10 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
-    """Returns the map of Σ by one block for each row with softmax; `matrices` (heads, N, N) attend in heads of one width."""
+    """Returns how one block maps Σ, for each arrangement of softmax attention, norms and skips.
+
+    `matrices` (heads, N, N) are the attention matrices of the heads, which all have the same width.
+    """
 
     def attend(kernel: Tensor) -> Tensor:
         return (matrices @ kernel @ matrices.mT).mean(0)
@@ -167,7 +175,7 @@ def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
 
 
 def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, Iterator[Tensor]]:
-    """Returns for each row an iterator over its kernels, block by block."""
+    """Returns an iterator for each of `ROWS`, which yields the kernel after each block."""
     n, depth = settings.tokens, settings.depths[-1]
     steps = softmax_rows(alibi(n, settings.heads), settings.shortcut) | {"vskipinit": lambda kernel: kernel}
     made = {name: through(first, [step] * depth) for name, step in steps.items()}
@@ -182,10 +190,10 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 
 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
-    """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights and an X_0 with this kernel.
+    """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
 
-    X_0 = √d Σ^½ is the symmetric root, which is unique. With repeated eigenvalues, a root from eigenvectors would differ
-    between machines.
+    `kernel` is Σ_0. X_0 = √d Σ_0^½ is the symmetric root, which is unique. With repeated eigenvalues, a root from
+    eigenvectors would differ between machines.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
@@ -197,7 +205,7 @@ def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Genera
 
 
 def spectrum_change(before: Tensor, after: Tensor) -> float:
-    """Returns the largest change of an eigenvalue over the largest eigenvalue."""
+    """Returns max |λᵢ' − λᵢ| / max λᵢ for the sorted eigenvalues λᵢ of `before` and λᵢ' of `after`."""
     first, last = (torch.linalg.eigvalsh(kernel) for kernel in (before, after))
     return ((last - first).abs().max() / first.max()).item()
 
@@ -206,7 +214,12 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 
 
 def schedules(settings: Settings) -> Iterator[dict]:
-    """Yields the largest error of P_l P_lᵀ, P_l = A_l ⋯ A_1, against block l's target, for each kind of attention."""
+    """Yields a row for each kind of attention at two depths, with P_l = A_l ⋯ A_1.
+
+    error   largest entry of |P_l P_lᵀ − Σ_l| over blocks l, where Σ_l is the kernel that the schedule sets for block l
+    least   smallest entry of all A_l; of their lower triangles if attention is causal
+    kappa   κ(P_L)
+    """
     n = settings.tokens
     depths = (6, *settings.depths[-1:])
     for kernel, causal, depth in itertools.product(KERNEL_KINDS, (True, False), depths):

@@ -1,7 +1,7 @@
 """More tokens: what do smaller patches cost and bring? This tests Section 3.1 in training, and Section 4.
 
-We train ViT and OSA with patches of 4, 2 and 1 pixels, to see a cost linear in N in a real training. We also ask how the
-initial α should change with N. With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
+We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of a training is linear in N. We also ask how
+the initial α should change with N. With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
 
     ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂².
 
@@ -73,8 +73,8 @@ def stacked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor, iterations: int) -> float:
-    """Returns ‖J₁‖₂ of one head at x (N, d) by power iteration: A[X] X W^V W^O, differentiated through A alone (Theorem
-    4.1)."""
+    """Returns ‖J₁‖₂ of one head at x (N, d), by power iteration. J₁ is the derivative of A[X] X W^V W^O through A alone
+    (Theorem 4.1)."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 

@@ -15,8 +15,9 @@ from pipeline.studies.lab import Lab, first_steps
 
 class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
-    windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]  # first and last step of each mean loss
-    last: PositiveInt  # the number of last steps of one more mean loss
+    # We average the loss over each window, from its first to its last step, and over the `last` steps of the training.
+    windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+    last: PositiveInt
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -29,8 +30,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists each training's settings, first gradient, and mean losses: in each window and over the last steps. A mean is NaN
-    once the training has diverged."""
+    """Lists for each training its settings, the norm of its first gradient, and its mean loss over each window and over the
+    last steps. A mean is NaN if the training has diverged by then."""
     rows = []
     for name, (variant, overrides, seed) in settings.requests():
         config, table = lab.config(variant, overrides), tables["steps"]

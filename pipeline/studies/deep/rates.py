@@ -1,5 +1,5 @@
-"""Learning rates of deep models, and α of `osa_shaped`: a grid of short trainings, from which we chose the values in the
-study `depth`. No other study uses their seed.
+"""Learning rates of deep models, and α of `osa_shaped`: from this grid of short trainings we chose the values in the study
+`depth`. No other study uses the seed of these trainings.
 """
 
 import math
@@ -16,7 +16,7 @@ from pipeline.studies.lab import Lab, first_steps
 
 OSA = "osa_shaped"  # for this model we also search α L, at its best rate
 ALPHA_TIMES_DEPTH = 0.36  # α L during the search of rates
-LEARNS = 0.01  # a model learns if its best loss is this far below that of guessing
+LEARNS = 0.01  # a model learns if its best loss is more than this below the loss of a guess
 
 
 class Search(Section):
@@ -40,7 +40,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
-    """Yields a row for every model and rate, and for OSA also for each other α L at the best rate."""
+    """Yields a row for every model and rate. For OSA it then tries every other α L at the best rate."""
     for model in settings.models:
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
@@ -55,7 +55,7 @@ def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
 
 
 def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
-    """Runs one short training. Returns the mean loss of its last steps, not finite if the training diverged."""
+    """Returns the row of one short training. `loss` is the mean over the last steps, not finite if the training diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}

@@ -1,4 +1,5 @@
-"""Signals at initialisation: which models vanish, explode or collapse? (Section 4 of He et al. 2023, and of the paper.)
+"""Signals at initialisation: in which models do they vanish, explode or collapse? (Section 4 of He et al. 2023
+and of the paper.)
 
 For every model at several depths, we measure before the first step how the tokens and the gradient change from block to
 block, and how much of [cls] depends on the image. Then we ask how small α must be in `osa_shaped`. A bound on the Jacobian
@@ -86,8 +87,8 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
     q                mean square of the block's output; q_low and q_high are its quantiles `BAND` over tokens
     cosine, rank     mean cosine of two tokens, and effective rank of the tokens' cosines; means over images
-    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices; biases have a gradient even if the tokens vanish
-    image_share      share of [cls]'s energy after the last block that differs between images
+    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices, not its biases: they have a gradient even if tokens vanish
+    image_share      Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
     kappa            κ(A_L ⋯ A_1), by `attention_condition`
     """
     model.zero_grad()
@@ -137,9 +138,10 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields how far a stack of a model's attention layers alone misses the ‖X‖_F or Σ that it should keep or reach.
+    """Yields the error of each model's attention layers, stacked without MLPs.
 
-    The tokens start with X Xᵀ/d = I, which needs d ≥ N.
+    It is |tr Σ_L / N − 1| for `osa_shaped`, and the largest entry of |Σ_L − `wanted_kernel`| for the others. The tokens
+    start with X Xᵀ/d = I, which needs d ≥ N.
     """
     for variant, depth in itertools.product(PRESERVING, settings.depths[:2]):
         config = lab.config(variant)
@@ -175,8 +177,8 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the α at which the first block's gradient is twice that of a small α: over depth, and over ‖X‖₂², which patches
-    of other sizes change."""
+    """Yields the α at which the first block's gradient is twice as large as at a very small α: at several depths, then with
+    patches of several sizes, which change ‖X‖₂²."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -188,7 +190,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
             x = model.tokens(images)
         squared = norm(x).square().mean().item()
         cotangent = torch.randn(x.shape, generator=lab.generator(seed, "signals/alpha"), dtype=x.dtype)
-        unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # unit of α by the bound
+        unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # α with α L ‖X‖₂²/√d_v = 1
         alpha = doubling_alpha(model, images, cotangent, unit)
         yield {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared} | {
             "alpha": alpha,
@@ -197,7 +199,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
-    """Returns the least α at which the gradient has doubled: α grows in steps of √2, then we interpolate logarithms."""
+    """Returns the least α at which the gradient has doubled: α grows by factors of √2, then we interpolate logarithms."""
     base = first_gradient(model, images, cotangent, LEAST_ALPHA * unit)
     below, alpha = (0.0, LEAST_ALPHA * unit), unit
     while True:
@@ -252,12 +254,12 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_alpha(table: pd.DataFrame) -> dict:
-    """Returns the exponents of α over depth and over ‖X‖₂², and 2 L ‖X‖₂² α/√d_v where the gradient has doubled."""
+    """Returns a and b in α ∝ Lᵃ and α ∝ (‖X‖₂²)ᵇ, and the range of 2 L ‖X‖₂² α/√d_v, where α doubles the gradient."""
     slopes = {}
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
         slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
-    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # the two sweeps share a network
+    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # one network is in both sweeps
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(GRADIENT_RATIO)}
 
 

@@ -22,13 +22,13 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.orthogonal import CLAIMS_FILE
 from pipeline.training import loop
 
-KEPT_WITHIN = 1e-5  # ‖WᵀW − I‖₂ of constrained weights, in float32
+KEPT_WITHIN = 1e-5  # largest ‖WᵀW − I‖₂ that we accept for constrained weights, in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
 OF_TRAINING = 0.5  # speed is the time to the lowest loss that the reference reaches in this share of its training
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")
-DRAWN = {  # lines of the figure
+DRAWN = {  # a run → the label of its line in the figure
     "osa_watched": "free",
     "osa_kept": "every head kept",
     "osa_joint": "V and O drawn together",
@@ -69,7 +69,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, loss: float, results: Results) -> dict:
-    """Returns the accuracy, the median epoch at which the loss is reached, and median condition numbers after training."""
+    """Returns the accuracy of the runs called `name`, the median epoch at which they reach `loss`, and the medians of
+    `KAPPAS` after training."""
     accuracy, curves = summary_of(results.accuracies(name)), results.curves(name)
     epochs = float(np.median([epochs_to_reach(curve, loss) for curve in curves])) if curves else math.nan
     last = results.watched[(results.watched["name"] == name) & (results.watched["epoch"] == results.watched["epoch"].max())]
@@ -78,7 +79,8 @@ def row(name: str, loss: float, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws κ(Σ W^V W^O) during training for four models, first seed: each layer (thin) and their geometric mean."""
+    """Draws κ(Σ W^V W^O) during training for the first seed of four models: a thin line for each layer, and a thick line for
+    the geometric mean of all layers."""
     if "watched" not in tables:
         return None
     figure, (axes,) = charts.panels(1, 3.0)

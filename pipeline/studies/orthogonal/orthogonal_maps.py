@@ -1,7 +1,7 @@
 """How do the maps X → Q(X) ∈ SO(n) of osa/constrained/orthogonal.py differ?
 
 All have Q(0) = I and the same derivative at 0. For n = 2 we compare the angles of Q(X). For n > 2 we compare the powers of
-‖A‖₂, A = X − Xᵀ, with which ‖Q(X) − exp(A)‖₂ grows.
+‖A‖₂ with which ‖Q(X) − exp(A)‖₂ grows, where A = X − Xᵀ.
 """
 
 import itertools
@@ -32,8 +32,8 @@ ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
     "cayley": lambda x: 2 * np.arctan(x / 2),
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
-ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # Q(tX) − exp(tA) = O(tᵏ)
-NEAR = 1e-2  # the power is fitted to ‖tA‖₂ up to here
+ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # k in Q(tX) − exp(tA) = O(tᵏ)
+NEAR = 1e-2  # we fit the power where ‖tA‖₂ is at most this
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
@@ -52,7 +52,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def plane(settings: Settings) -> Iterator[dict]:
-    """Yields the angle of Q(X) for n = 2 over x, continuous from x = 0, and its error if `ANGLES` has a formula."""
+    """Yields the angle of Q(X) for n = 2 at each x, and its error if `ANGLES` has the map. The angle is continuous in x,
+    and 0 at x = 0."""
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)
     stacked[:, 1, 0] = x
@@ -79,7 +80,7 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the angles against `ANGLES`, and against `ERROR_ORDERS` the power of t with which the distance grows."""
+    """Checks the angles against `ANGLES`, and the powers of t with which the distances grow against `ERROR_ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))

@@ -17,7 +17,7 @@ from pipeline.studies.lab import Lab
 
 GOAL_RANGE = (64, 256)  # sizes n for which the goal is set
 GOAL = 1.3  # the goal: our layers take at most this many times as long as a dense one
-MUCH_SLOWER = 10.0  # our reading of the post's “significantly”
+MUCH_SLOWER = 10.0  # the ratio of times that we take the post's “significantly” to mean
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
@@ -30,8 +30,13 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def speed_on(path: Path) -> dict:
-    """Returns the machine, the largest ratio of each of our layers' training time to the dense layer's in `GOAL_RANGE`, and
-    the row that decides each of the post's two statements."""
+    """Returns what the table of one machine shows.
+
+    environment      the machine
+    ours             for each of our layers, the largest ratio of its training time to the dense layer's in `GOAL_RANGE`
+    fastest          the row that decides the post's statement that the dense layer is the fastest
+    literal_givens   the row that decides the post's statement that the Givens layer is much slower
+    """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]
     training = others[(others["tokens"] == TRAINING_TOKENS) & (others["pass"] == BOTH)]
@@ -46,7 +51,8 @@ def speed_on(path: Path) -> dict:
 
 
 def statement(table: pd.DataFrame, limit: float) -> dict:
-    """Returns the row that decides “all ratios lie above `limit`”: the one most against it, else the one nearest to it."""
+    """Returns the row that decides whether all ratios lie above `limit`: the clearest counterexample, or, if there is none,
+    the row with the smallest ratio."""
     refuting = table[table["p90_over_dense"] < limit]
     return ratio(table.loc[refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()])
 

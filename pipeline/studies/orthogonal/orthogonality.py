@@ -85,7 +85,7 @@ def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns for each model the penalties' gradients over the loss's at the largest λ: a sum of medians over seeds."""
+    """Returns for each model λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ over penalties, at the largest λ, with medians over seeds."""
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

@@ -1,7 +1,8 @@
 """Do the penalties of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, help a ViT? We train ViTs with
 and without skips and LN.
 
-VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. The recorded loss is the cross-entropy alone.
+VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. osa/constrained/penalties.py defines the terms. The
+recorded loss is the cross-entropy alone.
 """
 
 import copy
@@ -26,7 +27,8 @@ from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, wo
 from pipeline.training import loop
 
 IMAGES, FEW = 32, 2  # numbers of test images to watch: FEW for Theorem 2.1's ratio, IMAGES for the rest
-NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000  # standard deviations of pixel noise: for A's change, for accuracy
+# Standard deviations of pixel noise: NOISE for the change of A, NOISES for the accuracy on NOISY_IMAGES images
+NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading, without a penalty
 SHOWN = ("attention", "projections", "mlp")
@@ -83,7 +85,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, settings: Settings, results: Results) -> dict:
-    """Returns the model, penalty and accuracy of a name's runs, and means of their last watched numbers."""
+    """Returns the model, penalty and accuracy of the runs called `name`, and the means of `SHOWN` at the end of training."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}
@@ -93,7 +95,7 @@ def row(name: str, settings: Settings, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws accuracy and orthogonality of attention over λ, with a line for each penalty; dashed: without a penalty."""
+    """Draws the accuracy and ‖AᵀA − I‖² over λ: a line for each penalty, and a dashed line for the ViT without one."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]
     if all(each["penalty"] == "none" for each in models):
         return None

@@ -68,9 +68,9 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 
 
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
-    """Yields for each ε the ratios ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i, each moved by a random δ.
+    """Yields for each ε the largest and the median ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i, when a random δ moves each query.
 
-    The row with ε = 0 has their supremum as ε → 0, from `worst_ratios`.
+    For ε = 0, each ratio is its supremum over δ as ε → 0, from `worst_ratios`.
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
@@ -95,7 +95,8 @@ def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """Yields for each ε the ratios ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads, where A = exp(S) and a random δ moves one query."""
+    """Yields for each ε the largest and the median ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads, for A = exp(S), when a random δ
+    moves one query."""
     a = orthogonal_attention_matrix(query, key, scale=scale)
     factor = torch.as_tensor(scale, dtype=key.dtype).abs().expand(*key.shape[:-2], 1, 1)[..., 0, 0]
     for epsilon in EPSILONS:

@@ -1,6 +1,13 @@
 """Benchmarks: scripts that time the project against its alternatives, side by side in one process.
 
-Names mean the same in all scripts. KEYS are the columns that identify a row; `Key` holds their values. SMALLEST is the
-smallest size. A sample takes at least SAMPLE_SECONDS; a call that takes more than MOST_SECONDS is not timed. `measure`
-returns the table, `fits` whether to time a call, `ratios` the numbers that pages quote.
+Some names mean the same in every script:
+
+KEYS             columns that identify a row of the table
+Key              type of the values that identify a call
+SMALLEST         smallest size
+SAMPLE_SECONDS   a sample repeats its call for at least this long
+MOST_SECONDS     a call that is predicted to take longer is not timed
+measure          returns the table
+fits             returns whether to time a call
+ratios           returns the numbers that pages quote
 """

@@ -1,12 +1,13 @@
 """Times one attention call over the number of tokens, by every method and alternative:
 `python -m pipeline benchmarks.attention`.
 
-The routes are orthogonal attention by all methods of `osa.functional`, the paper's formulas as `benchmarks.straightforward`
-writes them, the dense N×N `matrix_exp`, torch's softmax attention (by the backend that torch chooses, and by each that takes
-the inputs), and two linear substitutes for softmax. We time a forward pass, and a forward and a backward pass. The inputs
-have the spectrum and the ‖S‖₂ of the study `complexity`. At each size all routes are timed in rounds of shuffled order. A
-route is left out where it is predicted to be too slow or too large. Writes attention.csv and .json to
-paper_outputs/benchmarks/HARDWARE/. Options that are not the default add to the name, as in attention_bfloat16.csv.
+Orthogonal attention runs by all methods of `osa.functional`, by the paper's formulas as `benchmarks.straightforward` writes
+them, and by the dense N×N `matrix_exp`. The alternatives are two linear substitutes for softmax, and torch's softmax
+attention, by the backend that torch chooses and by each backend that accepts the inputs. We time a forward pass, and a
+forward and a backward pass. The inputs have the spectrum and the ‖S‖₂ of the study `complexity`. At each size all routes are
+timed in rounds of shuffled order. A route is left out where it is predicted to be too slow or too large. Writes
+attention.csv and .json to paper_outputs/benchmarks/HARDWARE/. Options that are not the default add to the name, as in
+attention_bfloat16.csv.
 """
 
 import argparse
@@ -43,9 +44,9 @@ WIDTHS = (16, 64)  # d_v: of the paper's heads, and a common value
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # largest N×N matrix
-MOST_TOKENS_DENSE = 512  # on the CPU; a larger dense exponential with its backward pass takes seconds
+MOST_TOKENS_DENSE = 512  # most tokens for `matrix_exp` on the CPU: with more, forward and backward take seconds
 MOST_TOKENS_ERROR = 512  # most tokens for which ‖AᵀA − I‖₂ is measured, since this forms A
-ALLOWANCE = 1.5  # factor above the peak: the clock rate may rise between the two measurements
+ALLOWANCE = 1.5  # a call may reach this multiple of the peak: the clock rate may rise between the two measurements
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -60,7 +61,7 @@ Key = tuple[str, int, str]  # method, width and pass
 
 @dataclass(frozen=True)
 class Route:
-    """A function of query, key and value, the power of N with which its time grows, and whether it forms an N×N matrix."""
+    """A way to compute attention: `function` maps query, key and value to the output, in a time that grows as N^power."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     power: int
@@ -68,7 +69,7 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError if a row is faster than the fastest matrix product: then the clock or the count is wrong.
+    """Raises UserError if a row is over `ALLOWANCE` times as fast as the peak: then the clock or the count is wrong.
 
     A clock is wrong by a factor of tens or more if it reads milliseconds as seconds, does not wait for the device, or
     divides by the wrong number of calls.
@@ -173,7 +174,7 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether a backend of torch computes attention and its gradients for these inputs: it tries a few tokens."""
+    """Returns whether `function`, by a backend of torch, gives attention and its gradients for a few of these tokens."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns why a backend refuses the inputs
@@ -197,7 +198,7 @@ def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple
 
 
 def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
-    """Returns ‖AᵀA − I‖₂ of the first head, where A is the output for V = I; NaN for softmax and large N."""
+    """Returns ‖AᵀA − I‖₂ of the first head, where A is the output for V = I; NaN for other attention and large N."""
     call = calls.get((method, width, FORWARD))
     if call is None or method.startswith((SDPA, LINEAR)) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
         return math.nan

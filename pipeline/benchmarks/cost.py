@@ -55,7 +55,7 @@ def _gradients(function: Callable[..., Tensor], grad: Tensor, *leaves: Tensor) -
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply–adds of a call, and its peak memory: bytes above those held before.
+    """Multiply–adds of a call, and its peak memory in bytes, beyond what was allocated before the call.
 
     `by_formula` is the part of the multiply–adds that comes from the formulas in `ROUTINES`.
     """
@@ -68,10 +68,10 @@ class Cost:
 def cost(call: Callable[[], object], device: torch.device) -> Cost:
     """Returns the cost of a call, on one thread because operators on the CPU take work space for each thread.
 
-    We count the multiply–adds of matrix products, one by one as they happen, and the equivalent in factorisations, by
-    formulas for library routines. Element-wise work does not count. If orthogonal attention runs a kernel, which hides its
-    products, we count the products of the plain route. Memory is what torch's allocator hands out: on the CPU every
-    allocation, on CUDA its own record of the peak.
+    We count the multiply–adds of each matrix product that the profiler sees, and add those of library routines, such as
+    factorisations, by formulas. Element-wise work does not count. If orthogonal attention runs a kernel, which hides its
+    products, we count the products of the plain route. The peak memory is that of torch's allocator: on the CPU we sum the
+    allocations, on CUDA we read the peak that the allocator records.
 
     Raises:
         LookupError: the call runs a routine of linear algebra or an attention without a formula here, or an operator of
@@ -158,7 +158,7 @@ def householder_product(shape: list[int]) -> int:
 
 
 def svd(shape: list[int]) -> int:
-    """Returns the multiply–adds of the reduced SVD of (..., m, n): 3mn² + 10n³ for m ≥ n (Section 8.6, R-SVD)."""
+    """Returns the multiply–adds of the reduced SVD of (..., m, n): 3mn² + 10n³ for m ≥ n (R-SVD, Golub & Van Loan 8.6)."""
     *batch, m, n = *shape[:-2], max(shape[-2:]), min(shape[-2:])
     return math.prod(batch) * (3 * m * n**2 + 10 * n**3)
 
@@ -191,7 +191,7 @@ for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attenti
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention_products(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
 FORMULAS = PRODUCTS | ROUTINES
-MADE_OF_OTHERS = {  # operators without products, or with products that are events themselves
+MADE_OF_OTHERS = {  # operators without products, or whose products the profiler sees as events of their own
     "aten::linalg_cholesky",
     "aten::linalg_matrix_exp",
     "aten::linalg_matrix_norm",
@@ -206,10 +206,10 @@ MADE_OF_OTHERS = {  # operators without products, or with products that are even
 def sample_seconds(
     calls: Mapping[K, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
 ) -> dict[K, list[float]]:
-    """Returns the seconds of each call: `repeats` samples, in rounds that run every call once, in a new random order.
+    """Returns `repeats` samples of each call's seconds. A round takes a sample of every call, in a new random order.
 
-    Whatever slows the machine for a while then affects all calls alike. Every call runs twice before the rounds. A sample
-    repeats its call for about `at_least` seconds, and is the mean.
+    Whatever slows the machine for a while then affects all calls alike. Every call runs twice before the rounds. A sample is
+    the mean of calls in a row, which take about `at_least` seconds.
     """
     for call in calls.values():
         call()

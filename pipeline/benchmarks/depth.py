@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
-    """Returns each model's median seconds, and the median, 10 % and 90 % quantiles of its ratio to ViT in each round."""
+    """Returns each model's median seconds, and the median, 10 % and 90 % quantiles of its seconds ÷ ViT's by round."""
     seconds = pd.DataFrame(samples)
     ratios = seconds.div(seconds[REFERENCE], axis=0)
     rows = [(model, seconds[model].median(), *measurements.quantiles(ratios[model]).values()) for model in samples]

@@ -2,8 +2,8 @@
 
 machine    rates of a copy and of a matrix product
 forms      each form of a kernel, in a process of its own: seconds of its first use, and its errors against float64
-attention  a call and its launches, as replays of a CUDA graph and eagerly; torch's attention; a copy
-split      a call of the kernels that leave φ₁ to torch (float32, or wider heads), torch's products, torch's attention
+attention  orthogonal attention as replays of a CUDA graph and eagerly, each of its launches, torch's attention, and a copy
+split      the kernels that leave φ₁ to torch (float32, or wider heads), against torch's products and torch's attention
 vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
 step       a training step of each model of the paper, and its parts
 train      the phases of a whole training of the paper's size, on random images
@@ -139,7 +139,10 @@ def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
 def random_inputs(
     batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float
 ) -> tuple[list[Tensor], float]:
-    """Returns independent tokens, and the scale c with which the first heads have this ‖S‖₂ (spectral radius of c J MᵀM)."""
+    """Returns Gaussian query, key and value, and the scale c with which the larger ‖S‖₂ of the first two heads is `norm`.
+
+    ‖S‖₂ is the spectral radius of c J MᵀM, for M = [Q, K].
+    """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
     m = torch.cat(inputs[:2], -1)[0, :2].double()
@@ -228,7 +231,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call without and with its gradients, as a replay and eagerly; `with_launches`, also each of its launches."""
+    """Times a call without and with its gradients, as a replay and eagerly. If `with_launches`, also times each launch."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)
@@ -255,7 +258,7 @@ def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) ->
 
 
 def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple]]]:
-    """Returns for each launch of osa's kernels its number and name, and a function that repeats this launch alone."""
+    """Returns a pair for each launch of a kernel by `work`: its number and name, and a function that repeats it alone."""
     from osa.kernels import launch
 
     start, found = launch.launch, []
@@ -399,7 +402,7 @@ class Stopwatch:
 
 
 def profile(tiny: bool) -> Rows:
-    """Yields the longest kernels of one call with its gradients, at ViT-B/16's shape and a long one; on a CPU, operators."""
+    """Yields the slowest kernels (on a CPU, operators) of one call and its gradients, for ViT-B/16 and a long sequence."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
         inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])
@@ -427,9 +430,9 @@ def profile(tiny: bool) -> Rows:
 
 
 def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
-    """Returns the median seconds of a replay of `work` as a CUDA graph, or of a call; a CPU has one sample.
+    """Returns the median seconds of `work`. On a GPU it runs as a replay of a CUDA graph, unless `replayed` is False.
 
-    A GPU takes up to 20 samples, in about half a second.
+    A CPU gives one sample. A GPU gives up to 20, in about half a second.
     """
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":

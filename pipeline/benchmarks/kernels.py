@@ -63,7 +63,7 @@ BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
 BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
 MOST_ROWS = {"exact": 64}  # most tokens for which "exact" holds a basis in a program's registers
 MANY = 4096  # tokens of a long sequence
-MULTIPROCESSORS = {"parts": 132}  # an H100's, more than there are heads, so `parts` splits them. Others see 1
+MULTIPROCESSORS = {"parts": 132}  # an H100 has more than there are heads, so `parts` splits each head; other methods see 1
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -167,7 +167,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    if form == ["parts"]:  # the rows of "fused" have the stepped kernels; both passes share the first launch
+    if form == ["parts"]:  # "fused" lists the stepped kernels; a launch that both passes make counts once
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
 

@@ -56,7 +56,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     plain float32. It measures by the wall clock until the host has read a result. It does not use benchmarks/cost.py,
     because it serves to check that clock.
     """
-    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # many on CUDA, so the way to the host takes a small part
+    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # many on CUDA, where reading a result takes long
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"
     for n, samples in PEAK_SIZES.items():

@@ -1,10 +1,10 @@
 """Times an orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
-Each map of osa/constrained/orthogonal.py has three codes: our parametrisation, torch's (without Givens rotations), and the
-steps of pipeline/benchmarks/post.py. The dense layer is `nn.Linear`. We time a forward pass alone, and one with the
-gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and we divide each time
-by the dense layer's of the same round. We leave out sizes at which a layer would take too long. Writes orthogonal.csv and
-orthogonal.json to paper_outputs/benchmarks/HARDWARE/.
+Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
+rotations), and the steps of pipeline/benchmarks/post.py. The dense layer is `nn.Linear`. We time a forward pass alone, and
+one with the gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and we
+divide each time by the dense layer's of the same round. We leave out sizes at which a layer would take too long. Writes
+orthogonal.csv and orthogonal.json to paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TOKENS = (1, 128, TRAINING_TOKENS)
 STD = 0.01  # standard deviation of the parameters, as in the post
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
-POWER = 2.5  # predicted times grow as n^POWER: with many tokens they grow as n², with few as n³
+POWER = 2.5  # predictions grow as n^POWER: times grow as n² with many tokens, and as n³ with few
 LARGEST_GIVENS = 128  # largest n of the post's Givens rotations: autograd stores n(n − 1)/2 results
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]
@@ -49,7 +49,7 @@ Key = tuple[str, str, int, int, str]
 
 @dataclass(frozen=True)
 class Layer:
-    """A function of tokens (b, n) and parameters, the parameters, and their number of degrees of freedom."""
+    """A layer: `function` maps tokens (b, n) and `parameters` to the output; `free` counts the degrees of freedom."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     parameters: Tensor
@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns every layer of width n by map and code. Ours and torch's parametrise the same orthogonal weight, at X ≠ 0."""
+    """Returns every layer of width n by map and code. Ours and torch's change the same orthogonal weight by an X ≠ 0."""
     generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
     angles = (STD * torch.randn(free, generator=generator)).to(device)
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)

@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def models_timed(settings: Params) -> list[str]:
-    """Returns the models of Table 2 that `params.yaml` lists under run.variants, and ours."""
+    """Returns the models of Table 2 that `params.yaml` lists under run.variants, and `EXACT`."""
     return [*(variant for variant in settings.run.variants if variant in params.load_paper().table_2), EXACT]
 
 

@@ -39,9 +39,9 @@ RENAMED = {  # name of a parameter in `osa.VisionTransformer` → in torchvision
 def orthogonal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | Tensor, num_iterations: int | None = None
 ) -> Tensor:
-    """Returns V + B (exp[S] − I) BᵀV with [S] = BᵀSB, (..., N, d_v) (Eq. 5–7), for a basis B of the columns of M = [Q, K].
+    """Returns V + B (exp[S] − I) BᵀV, (..., N, d_v), with [S] = BᵀSB (Eq. 5–7), for a basis B of the columns of M = [Q, K].
 
-    B is Q of the reduced QR decomposition of M, or the result of `num_iterations` Newton–Schulz iterations (Eq. 9).
+    B comes from the reduced QR decomposition of M, or from `num_iterations` Newton–Schulz iterations (Eq. 9).
     """
     m = torch.cat([query, key], dim=-1)  # (..., N, 2 d_v)
     if num_iterations is None:

@@ -21,7 +21,7 @@ def launch_resident(
 ) -> None:
     """Launches as many programs as run on the device at once, each with scratch memory of its own.
 
-    The programs divide `count` matrices among them.
+    The programs divide `count` matrices among themselves.
     """
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))

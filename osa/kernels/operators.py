@@ -29,7 +29,7 @@ from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_ea
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # largest relative errors for `_agrees`
-HOPPER_TOLERANCE = 1e-2  # between the error of rounding, 3e-3 to 6e-3, and of a missing product, 2e-2
+HOPPER_TOLERANCE = 1e-2  # between the rounding error, 3e-3 to 6e-3, and the error of a missing product, 2e-2
 PHI1_TOLERANCE = 1e-5  # smaller, because inputs and output of φ₁ are float32
 
 
@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given the gradient of the output, `grad`."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """One number per matrix, NaN if its result has lost precision. None if the backend never warns of such a loss."""
+        """One number per matrix, NaN if the output has lost precision. None if the backend never warns of such a loss."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -188,7 +188,7 @@ class _Gradients(torch.autograd.Function):
 def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
     """Implements vmap for a function: folds the mapped dimensions into the batch.
 
-    Returns its outputs, and 0 as the mapped dimension of each.
+    Returns the function's outputs, and 0 as the mapped dimension of each.
     """
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
@@ -288,7 +288,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True if nothing traces operations on x except torch.compile, and nothing transforms them except those in `but`."""
+    """False if anything except torch.compile traces operations on x, or a transform that is not in `but` applies to them."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 

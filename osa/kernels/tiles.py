@@ -96,7 +96,7 @@ def dot(b_a, b_b, b_sums):
 
 @triton.jit(noinline=True)
 def multiply(out, a, b, alpha, add, beta):
-    """out ← α A B + β C, or α A B where C is None; `out` may be C, and may be B where B's rows fit one tile."""
+    """out ← α A B + β C, or α A B if C is None. `out` may be C, or a B of at most MAX_ROWS rows."""
     for row in range(0, out[3], MAX_ROWS):
         o_rows = row + tl.arange(0, MAX_ROWS)
         for column in range(0, out[4], BLOCK):

@@ -1,7 +1,7 @@
 """Launches the kernels of "exact" in bfloat16 on Hopper's tensor cores.
 
-The kernels of fused.py run first, with a program for each head. If heads are few, those of parts.py replace them, with a
-program for each part of a head. The kernels of stepped.py then compute the heads whose ‖Z‖ is too large for the first ones.
+The kernels of fused.py run first, with a program for each head. If heads are few, the kernels of parts.py run instead,
+with a program for each part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
 """
 
 from dataclasses import dataclass
@@ -93,11 +93,12 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Each part gets its own multiprocessor. Parts gain little if heads are more than a quarter of the multiprocessors: half of
-    an H100's multiprocessors read memory about as fast as all of them, and the sums of parts are written and read again.
+    Each part gets its own multiprocessor. If heads keep more than a quarter of the multiprocessors busy, parts gain
+    little: half of an H100's multiprocessors read memory about as fast as all of them, and the sums of parts are written and
+    read again.
 
     Returns:
-        The number of "parts" of a head and of "rows" of a part, or an empty dict if one program computes a whole head.
+        A dict with the numbers of "parts" of a head and "rows" of a part. It is empty if one program computes a whole head.
     """
     parts = min(launch.multiprocessors(device) // max(count, 1), tokens // MIN_ROWS)
     if parts < MIN_PARTS:

@@ -5,9 +5,10 @@ tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers t
 next term, so that no product waits for memory. The sum ends with the first term too small to change the output, so the
 degree varies between heads. A second loop reads the tokens again and writes the output.
 
-One bfloat16 product a term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM. It also suffices if no row of
-|Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. Such a head has the state FUSED.
-Any other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to D in registers.
+One bfloat16 product a term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM. One product also
+suffices if no row of |Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. Such a head
+has the state FUSED. Any other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to
+D in registers.
 """
 
 import triton
@@ -21,7 +22,8 @@ ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
 MAX_TERMS = tl.constexpr(11)  # most terms: enough if ‖Z‖₂ is about the norm of a step in stepped.py or less
 MAX_NORM = tl.constexpr(16.0)  # bound of ‖Z‖_F, or of twice the largest row sum of |Z|, for one product a term
 SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS each of s_k and t_k, and Y
-TERM_TOLERANCE = tl.constexpr(2.0**-6)  # `sum_terms` ends the sum once its bound on a change of the output is below this share
+# `sum_terms` ends the sum once its bound on the relative change of the output is below this
+TERM_TOLERANCE = tl.constexpr(2.0**-6)
 # the `state` of a head names the kernel that computes it: FUSED for this file's, STEPS for stepped.py's with one product a
 # term, and SPLIT_STEPS for stepped.py's with three. NaN means that no digit of the output is correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)

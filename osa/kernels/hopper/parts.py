@@ -1,6 +1,6 @@
-"""Kernels for few heads of long sequences. A program computes a part of a head's tokens, and in fused.py a whole head.
+"""Kernels for few heads of long sequences. A program computes a part of a head's tokens; in fused.py, it computes a head.
 
-    gram_kernel            G and (MᵀV)ᵀ of each part, in both passes
+    gram_kernel            G and (MᵀV)ᵀ of each part, in the forward and the backward pass
     mix_kernel             Tᵀ of each head, given the sums over its parts
     apply_kernel           V + M T
     products_kernel        Fᵀ of each part
@@ -8,7 +8,7 @@
     apply_backward_kernel  the gradients of Q, K and V
 
 The kernels call the functions of fused.py. torch adds up the sums of the parts, always in the same order. A single program
-would read them too slowly.
+would read the sums too slowly.
 """
 
 import triton

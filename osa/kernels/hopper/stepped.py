@@ -48,8 +48,8 @@ TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# Offsets in a program's scratch, in entries of float32: Y, F, A₂, grad G, σ and γ, and Zᵀ as two bfloat16 parts. Then, in
-# bfloat16, the terms t_k and s_k of a step: each as two parts if SPLIT. Otherwise the Y_j of all steps follow them
+# A program's scratch holds Y, F, A₂, grad G, σ and γ, Zᵀ as two bfloat16 parts, and in bfloat16 the terms t_k and s_k of a
+# step. SPLIT stores each term as two parts. Otherwise the Y_j of all steps follow the terms. Offsets count float32 entries
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 
@@ -113,7 +113,7 @@ def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
 
 @triton.jit
 def gram_blocks(p_q, p_k, p_v, row_stride, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
-    """Returns QᵀQ, QᵀK, KᵀK, VᵀQ and VᵀK. To slice the results of `gram_and_sums` would spill a third more registers."""
+    """Returns QᵀQ, QᵀK, KᵀK, VᵀQ and VᵀK. Slicing the results of `gram_and_sums` would spill a third more registers."""
     b_qq, b_qk, b_kk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     b_vq, b_vk = tl.zeros((D, D), tl.float32), tl.zeros((D, D), tl.float32)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
@@ -205,7 +205,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def balanced_y(p_scratch):
-    """Returns Y R⁻ᵀ for the stored Y. It replaces Y if M R replaces M, because J Rᵀ = R⁻¹ J."""
+    """Returns Y R⁻ᵀ for the stored Y. Y R⁻ᵀ replaces Y if M R replaces M, because J Rᵀ = R⁻¹ J."""
     o_partners = (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_shear, b_sigma = p_scratch + O_BALANCE + COLUMNS, tl.load(p_scratch + O_BALANCE + o_partners)[None, :]
     return b_sigma * (
@@ -355,9 +355,9 @@ def stepped_backward_kernel(
     """Computes the gradients of heads with state STEPS, or with SPLIT_STEPS or NaN if SPLIT.
 
     Differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and let a
-    (`b_later`) be the gradient of Y_{j+1} times J, zero for the last step. The terms t_k of a step have the gradients
-    u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the gradient a + u_0. The
-    last a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
+    (`b_later`) be the gradient with respect to Y_{j+1}, times J. For the last step a is zero. The terms t_k of a step have
+    the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the gradient
+    a + u_0. The last a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
     SPLIT stores no Y_j. It computes Y_j = e^{−Z/n} Y_{j+1}, because e^{Z/n} preserves norms if M is balanced.
     """
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH

@@ -22,7 +22,8 @@ MAX_WIDTH = 128  # most columns of query, key and value
 MIN_ROWS = 256  # fewest rows of a part
 MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the square norm of a pair
 MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less than this share of a column's square norm
-MAX_ROUNDING = 8.0  # largest rounding error of G / (Σ|λ|²)^½: errors stay below 100 eps ‖S‖₂; at 16 they grow with ‖S‖₂²
+# largest error of R Z R⁻¹ in units of eps (Σ|λ|²)^½: output errors then stay below 100 eps ‖S‖₂; at 16 they grow with ‖S‖₂²
+MAX_ROUNDING = 8.0
 MATRICES = 128  # matrices that the backward pass takes at a time; autograd stores 2 MB for each at a width of 64
 Mixing = Callable[..., Tensor]  # computes T from G, X, c and, for "exact", R and R⁻¹
 
@@ -119,12 +120,12 @@ def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
 
 
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns R, R⁻¹, and whether precision is lost. R is I unless Z = c J G is too far from normal for φ₁.
+    """Returns R, R⁻¹, and whether precision is lost. M R⁻¹ replaces M, and R Z R⁻¹ replaces Z = c J G.
 
-    In that case R is the `osa.linalg.gram_factor` of G. M R⁻¹ replaces M, and R Z R⁻¹, which is nearly skew, replaces Z. The
-    result does not depend on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹ of
-    R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about eps c ‖diag G‖ times the root
-    of the mean of G_ii (G⁻¹)_ii. The mean is 1 for orthogonal columns.
+    If Z is too far from normal for φ₁, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly skew. Otherwise R is I.
+    The result does not depend on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹
+    of R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about eps c ‖diag G‖ times the
+    root of the mean of G_ii (G⁻¹)_ii. The mean is 1 for orthogonal columns.
     """
     z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
     spectrum = linalg.square_moduli(z)
@@ -132,7 +133,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     r = torch.where(is_far, linalg.gram_factor(gram), identity)
     r_inverse = torch.linalg.solve_triangular(r, identity, upper=True)
     squares = gram.diagonal(dim1=-2, dim2=-1)[..., None]
-    inflation = (squares * r_inverse.square()).sum((-2, -1), keepdim=True)  # times 2d
+    inflation = (squares * r_inverse.square()).sum((-2, -1), keepdim=True)  # 2d times the mean of G_ii (G⁻¹)_ii
     rounding = (c * squares).square().sum(-2, keepdim=True) * inflation
     is_lost = rounding > MAX_ROUNDING**2 * gram.shape[-1] * spectrum.clamp(min=1)
     return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
@@ -181,7 +182,8 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Returns γ, (matrices, 2d, 1), and whether shearing by γ makes G inaccurate, (matrices, 1, 1).
 
-    The shorter column of a pair has the projection γ times the longer one. The longer column has γ = 0.
+    The shorter column of a pair has the γ for which its projection on the longer one is γ times the longer one. The longer
+    column has γ = 0.
     """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
@@ -217,7 +219,7 @@ def _launch(
     blocks: int = 1,
     **constants,
 ) -> None:
-    """Launches for each head one program per tile of rows, or, given `parts`, one per pair of a part and a block of columns.
+    """Launches programs for each head: one per tile of rows, or if `parts` is given, one per part and block of columns.
 
     The first three of `tensors` are query, key, and a tensor as wide as value.
     """

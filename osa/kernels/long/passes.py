@@ -3,7 +3,7 @@
 With M = [Q, K], the first pass computes G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass
 computes V + M T:
 
-    gram_kernel            G and X of each part of a sequence; launched again if G is inaccurate
+    gram_kernel            G and X of each part of a sequence; a second launch replaces each inaccurate G
     apply_kernel           V + M T
     products_kernel        F = MᵀE of each part, given the gradient E of the output
     apply_backward_kernel  the gradients of Q, K and V, given the gradients of G and X
@@ -29,7 +29,7 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    SHEARED shears the columns by γ first, and skips matrices with an accurate G from the first launch.
+    SHEARED shears the columns by γ first, and skips a matrix if its G from the first launch is accurate.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

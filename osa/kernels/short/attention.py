@@ -1,8 +1,7 @@
 """Kernels for short sequences on CUDA: one computes orthogonal attention, another its gradients.
 
-The plain route of osa/routes.py launches hundreds of small products. Here a program takes one head of one sequence after
-another. It computes all products of a head, and sums as many terms of φ₁ as the norm of Z requires. All methods have the
-form
+The plain route of osa/routes.py launches hundreds of small products. Here a program takes one head after another. It
+computes all products of a head, and sums as many terms of φ₁ as the norm of Z requires. All methods have the form
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 

@@ -1,4 +1,4 @@
-"""Launches the kernels for short sequences: one launch forward and one backward, and one program for a head at a time.
+"""Launches the kernels for short sequences: one launch forward and one backward. A program takes one head after another.
 
 Query and key have at most MAX_TOKENS rows and MAX_WIDTH columns. Two more kernels compute φ₁(Z) Y and its gradients.
 """

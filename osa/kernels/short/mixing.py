@@ -39,7 +39,7 @@ IMBALANCE = tl.constexpr(128.0)  # largest imbalance for which "exact" is accura
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE, so that φ₁ is accurate, or is NaN."""
+    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE, so that φ₁ is accurate. Also True if it is NaN."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
@@ -104,9 +104,9 @@ def _normaliser(gram, epsilon):
 
 @triton.jit
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
-    """Stores Z = c Π J G (NaN if no digit is correct), Y = Π J Π X, J Π X, Π, and the `grams` of Π.
+    """Stores Z = c Π J G and Y = Π J Π X, and for the gradients J Π X, Π and, in `grams`, the iterates of Π.
 
-    Returns ‖M‖_F and 1 / (‖M‖_F + ε).
+    Z is NaN if no digit is correct. Returns ‖M‖_F and 1 / (‖M‖_F + ε).
     """
     norm, inverse = _normaliser(g, epsilon)
     scale = tl.where(tl.abs(scale) * norm * norm > NO_DIGIT_ABOVE, float("nan"), scale)

@@ -28,8 +28,9 @@ MAX_TERMS = tl.constexpr(19)  # terms for ρ = 3: the degree is 18, because 3¹�
 def _terms(z):
     """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings (NaN if no digit is correct).
 
-    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The term with EPS covers the rounding of tr Z².
-    Z is halved until ρ ≤ 3, where the terms hardly cancel; m is the least degree with ρ^{m+1} / (m + 1)! ≤ eps/4.
+    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The term with EPS covers
+    the rounding of tr Z². Z is halved until ρ ≤ 3, where the terms hardly cancel; m is the least degree with
+    ρ^{m+1} / (m + 1)! ≤ eps/4.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
     radius = tl.sqrt(square)

@@ -23,8 +23,8 @@ INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str m
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if torch.compile traces these CPU tensors.
 
-    False in function transforms, which split operators, and in torch.export and ONNX, whose programs run elsewhere on
-    torch's own operators.
+    False in function transforms, which split operators, and in torch.export and ONNX, whose programs run where only torch's
+    own operators exist.
     """
     return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 
@@ -48,7 +48,7 @@ def attend(
     "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
-    """Returns the heads and a number. `GRAPHS` keeps the graph of the heads under this number until its tensor is freed."""
+    """Returns the heads and a number, under which `GRAPHS` keeps their graph until the number's tensor is freed."""
     options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:
         return plain_attention(query, key, value, scale, *options).contiguous(), number
@@ -72,7 +72,7 @@ def _gradients(query, key, value, scale, number, grad, *options):
     inputs, output = GRAPHS.get(number.item()) or _recorded(query, key, value, scale, *options)
     with autograd_in_an_operator():
         grads = torch.autograd.grad(output, inputs, grad, retain_graph=True)
-    return [x.clone(memory_format=torch.contiguous_format) for x in grads]  # copies: some share memory
+    return [x.clone(memory_format=torch.contiguous_format) for x in grads]  # copies, because some gradients share memory
 
 
 def _recorded(query: Tensor, key: Tensor, value: Tensor, scale: Tensor, *options) -> tuple[list[Tensor], Tensor]:

@@ -72,22 +72,22 @@ def orthogonal_attention(
     Time Series Data with Structure*, arXiv 2312.11166) use it in attention, and form the N×N matrix.
 
     A = exp(S) preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN. Here
-    eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" preserves lengths to 10⁻⁵, or
-    to the accuracy of float32, if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. "newton_schulz" is not orthogonal by
-    design: it agrees with its equations to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's
-    matrix exponential.
+    eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" adds up to 10⁻⁵ to
+    float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. "newton_schulz" need not be orthogonal, but
+    agrees with its equations to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix
+    exponential.
 
-    If N < 2d, S is smaller than G. "qr" then uses S itself, as do "exact" and "cayley" if the entries of S do not cancel.
+    If N < 2d, S is smaller than G. "qr" then uses S itself, as do "exact" and "cayley" unless Q Kᵀ and K Qᵀ nearly cancel.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: if Q ≈ K, if tokens share a large
     component, or if there are outliers. To avoid this error, "exact" and "cayley" replace M by M T, which has the same S
     (see `balanced`). If this does not suffice, they use the basis of "qr" in float64. "newton_schulz" and "polar_express"
     continue in float64. In a trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `osa.routes`), and on the
-    CPU all methods except "qr" compute in float64. CUDA kernels choose between M T and a basis for up to 64 tokens of width
-    16, and between M T and M R⁻¹ for more than 256 tokens or a larger width. If no digit is correct, the result is NaN, with
-    a warning. exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of
-    float32 inputs are in full float32 even if the program allows TF32, except under torch.compile and in the backward pass
-    of "qr_literal".
+    CPU all methods except "qr" and "qr_literal" compute in float64. CUDA kernels choose between M T and a basis for up to 64
+    tokens of width 16, and between M T and M R⁻¹ for more than 256 tokens or a larger width. If no digit is correct, the
+    result is NaN, with a warning. exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On
+    CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except under torch.compile and
+    in the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).
@@ -102,7 +102,7 @@ def orthogonal_attention(
         enable_gqa: repeat the heads of key and value, dimension −3, to match those of query.
         method: a method of the table.
         num_iterations: K of Eq. 9, only for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7).
-        epsilon: ε of Section 3, which these two methods add to ‖M‖_F.
+        epsilon: ε of Section 3, which "newton_schulz" and "polar_express" add to ‖M‖_F.
 
     Returns:
         (..., N, d_value), in the type of value. With bfloat16 or float16 inputs the small matrices are float32.

@@ -10,7 +10,7 @@ from osa.options import QueryKeyInit, ValueOutInit
 
 TRUNCATED_STD = 0.87962566103423978  # standard deviation of N(0, 1) restricted to [−2, 2]
 QUERY_KEY, VALUE_OUT = get_args(QueryKeyInit), get_args(ValueOutInit)  # initialisations of signal-preserving attention
-SMALL_SCALE = 0.1  # factor of W^Q and W^K, with which attention logits are a few hundredths
+SMALL_SCALE = 0.1  # factor of W^Q and W^K that keeps attention logits at a few hundredths
 
 
 class Attention(Protocol):
@@ -59,7 +59,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # "meta" has no values, and torch would take long
+    if torch.get_default_device().type == "meta":  # no values to draw, and a draw on "meta" would take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -103,8 +103,8 @@ def init_orthogonal_attention_(
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
         alpha: α; for orthogonal attention only.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
-            remain uniform on the Stiefel manifold. Σ_i W^V_i W^O_i becomes orthogonal, which one draw per head does not
-            give. This matters for depth: layers with attention near the identity multiply these sums.
+            remain uniform on the Stiefel manifold. Σ_i W^V_i W^O_i becomes orthogonal, unlike with a draw for each
+            head. This matters for depth: layers with attention near the identity multiply these sums.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -135,7 +135,7 @@ def init_softmax_attention_(
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
         alpha: α; for orthogonal attention only.
-        fused_qkv: draw query, key and value as one [3d, d] matrix, which divides the bound by √2.
+        fused_qkv: draw query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
         joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # √(6 / (d + 3d)) over √(6 / (d + d))
@@ -164,8 +164,8 @@ def init_ji_attention_(
         W^V = c U,        W^O = c V,        W^Q_i W^K_iᵀ ≈ a Z_i + b I,
 
     where U and V are Haar on O(d), and Z_i has independent entries N(0, 1/d). The product W^Q_i W^K_iᵀ is the best
-    approximation of a Z_i + b I of rank d_v: with its singular value decomposition P Σ Rᵀ, W^Q_i and W^K_i are the first d_v
-    columns of P Σ^½ and R Σ^½.
+    approximation of rank d_v: if P Σ Rᵀ is the singular value decomposition of a Z_i + b I, then W^Q_i and W^K_i are the
+    first d_v columns of P Σ^½ and R Σ^½.
 
     Summaries of the paper and a reproduction of it give a = 2, b = 0.6 and c = 3 for ViT-B, with orthogonal MLPs
     (`init_suo_mlp_`). In our reading U and V span all heads, and each head has its own Z_i. Without LayerNorm, c = 1
@@ -291,9 +291,9 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
     z. If φ is nearly linear, angles are preserved too, at any width. U and U Rᵀ are each uniform on their Stiefel manifold,
     as in `init_suo_mlp_`. Their dependence on each other is our addition.
 
-    One fluctuation remains: κ₁ is a mean over H entries. It gives log |x|² a variance of order (1 − κ₁²)/H per MLP, and of
-    order 1/H over L MLPs that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. With independent draws the variance is
-    2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
+    One fluctuation remains: in an MLP, a mean over H entries replaces κ₁. It gives log |x|² a variance of order (1 − κ₁²)/H
+    per MLP, and of order 1/H over L MLPs that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. With independent draws the
+    variance is 2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.

@@ -12,7 +12,7 @@ from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_gr
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
 
-POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻³, 1]; later steps repeat the last entry
+POLAR_EXPRESS = (  # (a_k, b_k, c_k) of Amsel et al. 2025, for singular values in [10⁻³, 1]; later steps repeat the last
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -23,7 +23,7 @@ POLAR_EXPRESS = (  # Amsel et al. 2025, degree 5, for singular values in [10⁻�
     (1.875, -1.25, 0.375),
 )
 
-_SERIES_RADIUS = 4.0  # largest ρ for a single series: its terms stay below 4⁴/4! = 11, so that little cancels
+_SERIES_RADIUS = 4.0  # largest spectral radius ρ of Z for a single series: terms stay below 4⁴/4! = 11, and hardly cancel
 _MAX_DOUBLINGS = 14  # number of doublings in a trace and on an accelerator, where ρ is not read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ for which these doublings suffice: 49,152
 IMBALANCE = 128.0  # largest `imbalance` allowed: A = exp(S) is then orthogonal to about 100 eps max(1, ‖S‖₂)
@@ -207,7 +207,7 @@ def solve_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
-    """True if every Z = scale · J MᵀM is nearly normal, `imbalance` ≤ 128, so that φ₁(Z) is accurate.
+    """True if every Z = scale · J MᵀM is nearly normal (`imbalance` ≤ 128), so that φ₁(Z) is accurate.
 
     False for a Gram matrix that has overflowed.
 
@@ -223,9 +223,10 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
 def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1).
 
-    The numerator is the squared departure of Z from normality (Henrici 1962), 0 for a normal Z. Times eps, it is about the
-    error of φ₁(Z) in exp(S). The denominator is about ‖S‖₂. Times eps, it is the error for a normal Z. It is clamped to
-    [1, 64], because above 64 the error for a Z that is not normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if known.
+    The numerator is the squared departure of Z from normality (Henrici 1962), 0 for a normal Z. The numerator times eps
+    is about the error that φ₁(Z) causes in exp(S). For a normal Z this error is eps ‖S‖₂. The denominator is about
+    ‖S‖₂, clamped to [1, 64]: above 64, the error for a Z that is not normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if
+    known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -254,11 +255,11 @@ def gram_factor(gram: Tensor) -> Tensor:
 
 
 def balanced(m: Tensor) -> Tensor:
-    """Returns M T, with the same S as M and the shortest columns in each pair. T is symplectic: T J Tᵀ = J.
+    """Returns M T with a symplectic T, T J Tᵀ = J, which keeps S and makes each pair of columns as short as possible.
 
     S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. A 2×2 matrix of determinant 1 that multiplies a
-    pair leaves its term unchanged. So the projection on the longer column is subtracted from the shorter one, and then one
-    column is multiplied by s and the other by 1/s, which makes them equally long.
+    pair leaves the pair's term unchanged. So the projection on the longer column is subtracted from the shorter one, and
+    then one column is multiplied by s and the other by 1/s, which makes the columns equally long.
 
     Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that Q ≈ K in
     float32 loses no digits, except on Apple's GPUs (MPS), which have no float64.
@@ -294,9 +295,9 @@ def as_batch(x: Tensor) -> Tensor:
 def _spectral_radius(square: Tensor) -> float:
     """Returns an upper bound of the spectral radii of all Z in the batch, given Z².
 
-    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. In attention the bound is about 1.2 ρ. The second term covers the
-    rounding error of the first. If a matrix holds a NaN, or its fourth power overflows, its result is lost anyway, and
-    `_SERIES_RADIUS` replaces its bound.
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. In attention the bound is about 1.2 ρ. The code adds a term
+    in eps, which covers the rounding error of the trace. If a matrix holds a NaN, or its fourth power overflows, its result
+    is lost anyway, and `_SERIES_RADIUS` replaces its bound.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
@@ -305,7 +306,10 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4. This term leads the derivative of the remainder."""
+    """Returns the least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4.
+
+    The left side is the leading term of the remainder's derivative.
+    """
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2

@@ -40,7 +40,8 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # largest ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
-CANCELLATION = 16.0  # use S itself up to this scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F), which is √(d/2) for independent entries
+# largest scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used; independent entries give about √(d/2)
+CANCELLATION = 16.0
 # limits of eps · scale · ‖M‖_F²: above the first, iterations continue in float64; above the second, no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
@@ -91,7 +92,7 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V by Gram matrices of M, or of M T (see `balanced`), or by a basis if balancing does not suffice.
 
-    For N < 2d it uses S instead, which is smaller, unless the entries of S cancel.
+    For N < 2d it uses S instead, which is smaller, unless Q Kᵀ and K Qᵀ nearly cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -113,7 +114,7 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
 
 @torch.no_grad()
 def _keeps_digits(skew: Tensor, query: Tensor, key: Tensor, scale: Tensor) -> bool:
-    """True if rounding errors of S, eps · scale · ‖Q‖_F ‖K‖_F, are at most CANCELLATION times the errors of exp(S)."""
+    """True if the rounding error of S, eps · scale · ‖Q‖_F ‖K‖_F, is at most CANCELLATION · eps · max(1, ‖S‖_F)."""
     q, k, s = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (query, key, skew))
     return bool((scale.abs() * q * k <= CANCELLATION * s.clamp(min=1)).all())
 
@@ -262,7 +263,7 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with a gradient that does not differentiate the basis, as A V does not depend on it.
+    """`_by_differentiable_basis` with a gradient that does not differentiate the basis, as the result does not depend on it.
 
     With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
     let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B moves B too. This
@@ -271,7 +272,7 @@ class _ByBasis(torch.autograd.Function):
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
     These gradients need neither the backward pass of QR nor R⁻¹, so they also hold for a rank-deficient M. With
-    create_graph=True they come from `_by_cholesky` in float64, which computes the same A V and has higher derivatives.
+    create_graph=True they come from `_by_cholesky` in float64, which gives the same result and has higher derivatives.
     """
 
     @staticmethod

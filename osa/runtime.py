@@ -89,7 +89,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises an error on the device if the condition, (), is false, without waiting for it. Traces keep the check."""
+    """Raises an error on the device if the condition, (), is false. Does not wait for the device. Traces keep the check."""
     torch._assert_async(condition, message)
 
 

@@ -271,7 +271,7 @@ def gram_error(weight: Tensor) -> float:
 def is_orthonormal(weight: Tensor) -> bool:
     """True if the columns of W, or the rows of a wide W, are orthonormal.
 
-    The limit of `gram_error` is `ORTHONORMAL`, or the rounding error of W's type if it is larger. A weight with a NaN is not
+    The limit of `gram_error` is the larger of `ORTHONORMAL` and the rounding error of W's type. A weight with a NaN is not
     orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
@@ -335,7 +335,7 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Returns, for each group, views of its weights: (num_heads, d_v, d) per head, or (1, d, d) for whole matrices.
+        """Returns for each group a tuple of views of weights, (num_heads, d_v, d) per head, or (1, d, d) for whole matrices.
 
         A head's view of W^O is its block of columns, transposed.
         """
@@ -363,7 +363,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, to parametrise the weights by it; or "retraction", to take every step in `StiefelConstraint`.
+        by: one of `MAPS`, to parametrise the weights by it; or "retraction", if `StiefelConstraint` is to wrap every step.
 
     Raises:
         ValueError: the constraint is unknown, or applies to heads while `by` is a map, or a weight is not a parameter.
@@ -420,7 +420,7 @@ class StiefelConstraint:
         return list(zip(*views, strict=True))
 
     def weights(self) -> list[Tensor]:
-        """Returns, for each group, a copy of its weights, (depth, count, rows, d)."""
+        """Returns a copy of the weights of each group, (depth, count, rows, d)."""
         return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self._groups()]
 
     @contextmanager

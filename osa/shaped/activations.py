@@ -1,4 +1,4 @@
-"""Activation functions φ shaped for the depth of a network, and moments of activation functions, in Python floats.
+"""Activation functions φ shaped for the depth of a network. The moments of φ are Python floats.
 
 The shaped functions have E φ(z)² = 1 for z ~ N(0, 1).
 """

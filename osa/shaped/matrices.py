@@ -26,7 +26,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
 
     If causal, R is the Cholesky factor, and A is lower triangular with entries ≥ 0 (Theorems 1 and 2). Theorem 3 gives its
     closed form for exponential kernels. Otherwise R is the symmetric square root (Appendix A). The entries of A are again
-    ≥ 0. For exponential kernels the evidence is numerical. For uniform kernels it follows from
+    ≥ 0: for exponential kernels by numerical evidence, and for uniform kernels because
 
         A = s₂ I + (s₁ − s₂) 11ᵀ/N,        s₁² = (1 + (N − 1)ρ_l)/(1 + (N − 1)ρ_{l−1}),        s₂² = (1 − ρ_l)/(1 − ρ_{l−1}).
 

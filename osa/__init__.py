@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
-NUMERICS = 2  # raised by an edit that changes the numbers of a training: runs with another value are trained again
+NUMERICS = 2  # an edit that changes the results of training increases this, so that older runs are trained again
 
 __all__ = [
     "MLP",

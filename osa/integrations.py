@@ -31,7 +31,7 @@ def timm_attention(
         alpha_init: initial α, which multiplies timm's scale 1/√d_v.
 
     Returns:
-        The class. Equal arguments return the same class. Pickle stores it as this call.
+        The class. Equal arguments return the same class. Pickle stores the class as this call.
 
     Raises:
         ImportError: timm is not installed.
@@ -105,7 +105,7 @@ def register_with_transformers(
     """Registers an orthogonal attention for encoders of transformers, such as ViT and BERT; `set_attention` applies it.
 
     It also registers a mask function, without which transformers would pass no mask for padding. Before a model saved with
-    this attention is loaded, register the attention again with the same settings: without them the model raises an error.
+    this attention is loaded, register the attention again with the same settings: otherwise the model raises an error.
     The first call of a causal model, or of a model with dropout of attention, raises ValueError.
 
     Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
@@ -180,7 +180,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Returns the configurations of a model's parts by key, except if None."""
+    """Returns the configurations of a model's parts by key, without parts that have none."""
     return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
 
 
@@ -208,7 +208,7 @@ def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
 
 
 def _implementation(config: Any) -> str | dict[str, Any]:
-    """Returns `attn_implementation` as transformers takes it: a name, or if parts have settings, names by part."""
+    """Returns `attn_implementation` as transformers takes it: a name, or a dict of names by part if parts have settings."""
     parts = {key: _implementation(part) for key, part in _parts(config).items() if part.orthogonal_attention is not None}
     own = config._attn_implementation
     return {"": own} | parts if parts else own

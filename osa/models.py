@@ -1,6 +1,7 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
 
-For each option of `ModelConfig` that chooses a part, a dict maps its values to functions. To add a part, add an entry.
+For each option of `ModelConfig` that chooses a part, a dict maps the option's values to functions. To add a part, add an
+entry.
 """
 
 import dataclasses
@@ -53,9 +54,9 @@ from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAt
 from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
-# Parts that an option chooses. Each entry takes the whole configuration. An attention's entry returns two functions: one
-# builds the layer of a block, given the block's number; the other initialises the layer. An MLP's entry also takes the gain
-# and the kappa of the activation, and returns the function that initialises the MLP.
+# Parts that an option chooses. An attention's entry takes the configuration and returns two functions: one builds the layer
+# of a block, given the block's number; the other initialises the layer. An MLP's entry takes the configuration, and the gain
+# and the kappa of the activation. It returns the function that initialises the MLP.
 
 Initialise = Callable[..., None]
 LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]

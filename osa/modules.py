@@ -119,7 +119,7 @@ def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | No
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns one of three or more dimensions unchanged."""
+    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns a mask of more dimensions unchanged."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
     if attn_mask.dim() > 2:
@@ -175,8 +175,8 @@ class OrthogonalSelfAttention(SelfAttention):
         alpha_per_head: True: one α for each head. False: one α for the layer.
 
     Raises:
-        ValueError: h does not divide d, 2 d_v > d, the method is unknown or takes no `num_iterations`, or a number is
-            impossible.
+        ValueError: h does not divide d, 2 d_v > d, the method is unknown, a number is out of range, or `num_iterations` is
+            given for a method that does not iterate.
 
     Example:
         >>> OrthogonalSelfAttention(embed_dim=64, num_heads=4)(torch.randn(2, 50, 64)).shape
@@ -256,7 +256,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         embed_dim: d.
         num_heads: h ≥ 2.
         batch_first: tokens are (B, N, d) if true, else (N, B, d), the default of `nn.MultiheadAttention`.
-        options: options of `OrthogonalSelfAttention`. Both layers have the same state dict.
+        options: options of `OrthogonalSelfAttention`, which has the same state dict.
 
     Raises:
         ValueError: as `OrthogonalSelfAttention`.
@@ -292,7 +292,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, in the shape of query, and if `need_weights` the matrices exp(S), as `nn.MultiheadAttention`.
+        """Returns the output, in the shape of query, and the matrices exp(S), or None unless `need_weights`.
 
         Args:
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).

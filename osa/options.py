@@ -15,7 +15,8 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
-ITERATIONS = {"newton_schulz": 6, "polar_express": 7}  # default K: 6 is from Appendix D, 7 is for singular values of 10⁻³
+# default K: 6 is from Appendix D; 7 suffices for singular values from 10⁻³ to 1
+ITERATIONS = {"newton_schulz": 6, "polar_express": 7}
 EPSILON = 1e-7  # ε of Section 3; the paper gives no value. In float32, ‖M‖_F + ε = ‖M‖_F if ‖M‖_F > 2
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
@@ -73,7 +74,7 @@ class Architecture:
     Xavier for softmax, as in the paper."""
     joint_value_output: bool = False
     """Draw W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix. The other kinds of attention, and
-    the initialisation "ji", always do."""
+    the initialisation "ji", do so by default."""
     activation: ActivationKind = "gelu"
     """Activation of the MLPs: "gelu", its approximation "gelu_tanh", or "dks_gelu", which is shaped for the depth of the
     model and needs at least 5 blocks."""
@@ -265,7 +266,7 @@ class MethodOptions(TypedDict):
 
 
 def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
-    """Raises ValueError if the method is unknown, takes no `num_iterations`, or a number is impossible."""
+    """Raises ValueError if the method is unknown, a number is out of range, or the method does not take `num_iterations`."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     if num_iterations is not None and method not in ITERATIONS:

@@ -152,7 +152,7 @@ class VisionTransformer(nn.Module):
             stop_early: stop after the last chosen block, and compute the features from its output.
             output_fmt: shape of the patches: "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
             intermediates_only: return no features.
-            output_dict: return a dictionary: "image_features", "image_intermediates", "image_intermediates_prefix".
+            output_dict: return a dict with keys "image_features", "image_intermediates" and "image_intermediates_prefix".
 
         Returns:
             The features (B, N, d), and a list of the outputs in the order of the blocks.

@@ -1,12 +1,13 @@
-"""Studies: each file answers one question. Three wings (folders) group them: the paper, deep models, orthogonal weights.
+"""Studies, each of which answers one question. A study is a file in a wing: one of the folders paper, deep and orthogonal.
 
-Each file defines `STUDY = Study(...)`. The file's name is also the name of the study's section in params.yaml, its stage in
-dvc.yaml, its template, and its folder under paper_outputs/studies.
+Each such file defines `STUDY = Study(...)`. The file's name is also the name of the study's section in params.yaml, its
+stage in dvc.yaml, its template, and its folder under paper_outputs/studies.
 
-Names mean the same in all files. `Settings` and the functions have the names of the fields of `Study` that they fill; `draw`
-draws a study's only figure. MODELS, METHODS, SIZES and DTYPES list what a study measures; OSA lists its orthogonal models;
-BASELINES and REFERENCE name models to compare with. CLAIM and CLAIMS name the claims that it judges, from its wing's
-CLAIMS_FILE. TOLERANCE is the error that a check allows. DRAWN, COLOURS and DASHES describe the lines of a figure.
+A name means the same in every file. `Settings` and the functions have the names of the fields of `Study` that they fill;
+`draw` draws a study's only figure. MODELS, METHODS, SIZES and DTYPES list what a study measures; OSA lists its orthogonal
+models; BASELINES and REFERENCE name models to compare with. CLAIM and CLAIMS name the claims that the study judges; its
+wing's CLAIMS_FILE states them. TOLERANCE is the error that a check allows. DRAWN, COLOURS and DASHES describe the lines of a
+figure.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Study:
         figures: the name of each figure → a function that draws it from (settings, tables, lab).
         trainings: (settings, lab) → requests of runs, which `python -m pipeline fan_out` trains.
         read: (settings, lab) → tables of these runs, read from their folders. It writes nothing.
-        watch: (training) → rows of numbers at one point of a run's curves. The run collects them in watched.csv.
+        watch: (training) → rows of numbers. A run calls it at every point of its curves, and writes the rows to watched.csv.
     """
 
     summarise: Callable[..., dict[str, Any]]
@@ -56,7 +57,7 @@ class Study:
 
 
 def names(wing: str | None = None) -> list[str]:
-    """Returns the studies of a wing, or of all wings, in alphabetical order, without importing them."""
+    """Returns the names of a wing's studies, or of all studies, in alphabetical order. It imports none of them."""
     return sorted(name for name, of_wing in _wings().items() if wing in (None, of_wing))
 
 
@@ -79,7 +80,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Any:
-    """Returns a study's section in its wing's params.yaml, as the study's `Settings`; None if the study has none.
+    """Returns a study's section in its wing's params.yaml, as the study's `Settings`; None for a study without settings.
 
     Raises:
         UserError: the section is missing or does not match the schema.
@@ -95,14 +96,15 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """Returns the reading of the paper's recipe that a study's section names, or else the first reading."""
+    """Returns the key of `readings` in pipeline/paper.yaml that a study's section names; by default, the first reading."""
     return getattr(settings(name), "reading", FIRST_READING)
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:
     """Checks whether a number lies below (or above) a limit, as an identity or a proved bound demands. NaN never does.
 
-    Returns the number, the limit, whether the check holds, and the share of the limit that the number uses up.
+    Returns the arguments, whether the check `holds`, and the `share` of the limit that is used up: value / limit, or
+    limit / value if the number should lie above.
     """
     holds = value < limit if side == "below" else value > limit
     used = (value, limit) if side == "below" else (limit, value)

@@ -10,7 +10,7 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """Checks each value against its limit. Returns the check of the first NaN, or else of the value largest by its limit."""
+    """Returns the `check` of the value with the largest value / limit, or of the first NaN if there is one."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
     worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))
@@ -22,11 +22,11 @@ def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
-    """Returns variant, seed and these columns of the table `layers`. It drops rows that lack a value, perhaps all."""
+    """Returns variant, seed and `columns` of the table `layers`, without the rows that lack a value. It can be empty."""
     table = lab.tables.get("layers", pd.DataFrame())
     return table.reindex(columns=["variant", "seed", *columns]).dropna()
 
 
 def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
-    """Returns for each variant the largest value of a column over layers and heads, summarised over seeds."""
+    """Takes a column's largest value over the layers and heads of each run. Returns its summary over seeds, by variant."""
     return {name: summary_of(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

@@ -45,7 +45,7 @@ def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, wi
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Labels each line at its last point. The lines end at the same x; labels stay `gap` of the axes' height apart."""
+    """Labels each line at its last point. Labels that overlap in x move apart in y, to `gap` times the axes' height."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # computes the axes' limits

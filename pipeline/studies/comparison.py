@@ -1,7 +1,7 @@
 """Common parts of the studies that train a list of runs and compare them.
 
-The study's section lists its runs and names its reading of the paper's recipe. Tables, claims and templates call a run by
-its name in this list:
+In params.yaml a study's section lists its runs, and names the reading of the paper's recipe that they follow. Tables, claims
+and templates call a run by its name in the list:
     reading: first
     runs:
       osa_iso_72: {variant: osa_iso, set: {model: {depth: 72}}, seeds: [0, 1, 2]}
@@ -42,7 +42,7 @@ class Settings(Section):
 
 
 def study(**parts: Any) -> Study:
-    """Returns a `Study` that trains and reads the runs in its section. `parts` sets further fields, or replaces these."""
+    """Returns a `Study` that trains and reads the runs in its section. `parts` adds fields, or replaces the defaults."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 
@@ -51,12 +51,12 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the listed runs, under their names in the list."""
+    """Returns the tables of the listed runs. The column `name` has a run's name in the list."""
     return tables_of_requests(settings.requests(), lab)
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Returns the tables of the requested runs. Each request comes with its run's name in the tables."""
+    """Returns the tables of the requested runs. Each request comes with a name, which goes into the column `name`."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests
@@ -64,7 +64,7 @@ def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tab
 
 
 def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
-    """Returns the last value of a run's loss curve: infinite if the run diverged, None if it is not current."""
+    """Returns the last value of a run's loss curve: infinite if the run diverged, None until it has ended."""
     variant, overrides, seed = request
     run = lab.run(variant, overrides, seed)
     if not run.is_current(lab.config(variant, overrides)):
@@ -80,7 +80,7 @@ def first_reading(lab: Lab) -> Tables:
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Counts the runs of a name that exist (`n`), that train and that are missing.
+    """Counts the runs of a name: how many exist (`n`), how many of these train (`trained`), and how many are `missing`.
 
     `loss` and `accuracy` (%) summarise only the runs that train, since a mean over all would describe neither group.
     `failed_losses` lists the last train losses of the runs that fail, with None for a run that diverged.

@@ -36,7 +36,7 @@ class Lab:
         self._made: dict[str, Any] = {}  # results of `once`, shared with the labs of other studies
 
     def of(self, study: str, reading: str) -> Lab:
-        """Returns the lab of another study; both share tables and images."""
+        """Returns the lab of another study. Both labs share the results of `once`."""
         other = copy.copy(self)
         other.study, other.reading = study, reading
         return other

@@ -1,7 +1,7 @@
 """How fast is OSA on several machines? The scripts of pipeline/benchmarks, run by hand, timed it.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-The literal formulas test this. Our methods do not, since they share their products.
+The literal formulas test this. Our methods do not: they share matrix products, and no gradient passes through our QR.
 """
 
 from pathlib import Path
@@ -14,16 +14,16 @@ from pipeline.studies.lab import Lab
 
 PAPER = {"tokens": 50, "width": 16}  # the size of one head of the paper's models
 SOFTMAX_CALLS = ("sdpa", "cudnn")
-WIDTH = 64  # width of heads in the files of a GPU
+WIDTH = 64  # d_v in gpu_attention.csv
 PASS = "forward and backward"
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Returns ratios of times on each machine, CPUs first.
 
-    steps       each model's training step over ViT's
-    attention   one call of Newton–Schulz over one of QR
-    calls       softmax over OSA (exact) on a GPU, for whole calls
+    steps       the time of each model's training step / ViT's
+    attention   the time of a call of Newton–Schulz / QR's
+    calls       the time of a whole call of softmax on a GPU / OSA (exact)'s
     """
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]
@@ -32,7 +32,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns Newton–Schulz's time over QR's for one head of the paper's models: by the literal formulas, and by ours."""
+    """Returns Newton–Schulz's time / QR's for one head of the paper's models: with the literal formulas, and with ours."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]
@@ -44,7 +44,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the speed of OSA (exact) over that of the fastest softmax attention, by heads, tokens and ‖S‖₂.
+    """Returns the time of the fastest softmax attention / the time of OSA (exact), by heads, tokens and ‖S‖₂.
 
     `make gpu STEP=attention` timed whole calls with their gradients, as replays of CUDA graphs.
     """
@@ -68,7 +68,7 @@ def on_cpu(path: Path) -> dict[str, Any]:
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """Returns the same ratios on a GPU, from `make gpu STEP=step`: replays of CUDA graphs, with weights as initialised."""
+    """Returns each model's step time over ViT's on a GPU. `make gpu STEP=step` timed CUDA graphs, with initial weights."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine_rows({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())

@@ -1,7 +1,8 @@
 """Table 1 and Section 3.1: what does orthogonal attention cost, by component and as a whole, for one head in float32?
 
-Multiply–adds and peak memory repeat exactly, and we check them; we do not check times. Exponents are slopes on log–log axes
-along three lines: N alone, d alone, and N and d together at fixed N/d, which measures the total degree.
+Multiply–adds and peak memory repeat exactly, and we check them; we do not check times. Three sweeps vary N alone, d alone,
+and N and d together at fixed N/d. Exponents are log–log slopes over N: the first sweep gives the degree in N, the third the
+total degree in N and d.
 """
 
 import itertools
@@ -54,10 +55,10 @@ class Settings(Section):
 
     largest_tokens: PositiveInt
     repeats: PositiveInt
-    width: PositiveInt = 16  # d_v while N varies, that of the paper's heads
-    widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # d varies, at `tokens`
+    width: PositiveInt = 16  # d_v while N varies: the paper's
+    widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # values of d at N = `tokens`
     tokens: PositiveInt = 2048
-    joint: Sizes = Field([8, 16, 32, 64, 128])  # both vary, at `tokens_per_width`
+    joint: Sizes = Field([8, 16, 32, 64, 128])  # values of d at N = `tokens_per_width` · d
     tokens_per_width: PositiveInt = 32
     most_tokens_matrix: PositiveInt = 4096  # the most tokens for N×N matrices: several of 64 MiB coexist
     most_tokens_exponential: PositiveInt = 1024  # the most for an N×N exponential: its backward pass needs 2N×2N
@@ -65,7 +66,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        least = 256 * self.width  # then N×N dominates N×d at all sizes of the fits
+        least = 256 * self.width  # N×N terms then dominate N×d terms at all fitted sizes
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -74,7 +75,7 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: "Lab") -> Tables:  # unused, and in quotes: the stage need not depend on lab.py
+def measure(settings: Settings, lab: "Lab") -> Tables:  # `lab` is unused: the stage need not depend on lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
@@ -125,8 +126,8 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 def parts(x: Inputs) -> dict[str, Call]:
     """Returns calls for the rows of Table 1, each with the results of earlier rows as inputs, and for whole attention.
 
-    Two rows also have a call in the order in which the paper writes the product. Attention is ours by every method and
-    torch's, each also with its N×N matrix.
+    The rows `small` and `application` have a second call, which multiplies in the order in which the paper writes the
+    product. Attention is ours by every method, and torch's softmax. A further call of each kind forms the N×N matrix.
     """
     qkv = (x.query, x.key, x.value)
     m = torch.cat(qkv[:2], dim=-1)  # (1, 1, N, 2d)
@@ -153,7 +154,7 @@ def parts(x: Inputs) -> dict[str, Call]:
     }
 
 
-# Formulas of Table 1 that `osa.reference` lacks: in the order that costs O(N), and with the N×N matrix
+# Formulas of Table 1 that `osa.reference` lacks: with products in the order that costs O(N), and with the N×N matrix formed
 
 
 def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
@@ -196,27 +197,32 @@ def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
-# Summaries, which use the tables alone
+# Summaries of the tables
 
 ORDERS = {  # part → its key in `orders` of paper.yaml
     **{"qr": "qr", "newton_schulz": "newton_schulz", "newton_schulz_gram": "newton_schulz", "small": "small"},
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the symbols whose degree it measures; two degrees decide an order
+JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the symbols whose degree it measures; the two degrees tell orders apart
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # slopes use this many of a sweep's largest sizes, since exponents are asymptotic
-TOLERANCE = 0.05  # how far a slope may exceed an exponent. A wrong power adds 1. Over three doublings, one Taylor term or
-# squaring more among 15 adds 0.03, and a lower-order term that is 10 % at the start adds 0.04.
+TOLERANCE = 0.05  # how far a slope may exceed an exponent. A wrong power adds 1. Over three doublings, one more
+# Taylor term or squaring after 15 adds 0.03. A lower-order term that is 10 % of the smallest count changes a slope by 0.04.
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns exponents and checks of Table 1's components and of OSA as a whole, and its ratios to torch's fused softmax.
+    """Summarises the costs of Table 1's components, and of OSA as a whole against torch's fused softmax.
 
-    table_1, linear   the largest excess of a slope over the paper's exponent
-    formed            slopes over N of the operations of Eq. 7 and 6 when S and A are formed
+    components          each component's order in the paper and its `slopes`
+    table_1             the largest excess of a component's slope over the paper's exponent
+    linear              the same for whole OSA
+    formed              slopes over N of the operations of Eq. 7 and 6 when S and A are formed
+    crossings           the N from which on OSA is faster than softmax
+    softmax_over_osa    softmax's time / OSA's at `largest_tokens`
+    memory_over_fused   OSA's bytes / softmax's at `largest_tokens`
 
-    Crossings and ratios are for a forward and a backward pass.
+    The last three are for a forward and a backward pass.
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components: list[dict[str, Any]] = [

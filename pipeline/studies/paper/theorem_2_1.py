@@ -41,7 +41,10 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ‖A − exp(S)‖₂ for every case, method and precision. A layer has a row for each head, from its worst image."""
+    """Measures ‖A − exp(S)‖₂ for every case, method and precision.
+
+    A layer has a row for each head: that of the image with the largest error.
+    """
     rows = []
     for (tokens, width), seed in itertools.product(settings.sizes, settings.seeds):
         m = lab.normal(seed, f"theory/exponential/{tokens}x{width}", tokens, 2 * width)
@@ -92,9 +95,9 @@ def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method,
 
 
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
-    """Returns a bound on `exponential_error` by rounding: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", μ = |scale| · ‖M‖₂².
+    """Bounds the rounding in `exponential_error`: γ (1 + μ) for "qr" and γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
-    γ is `rounding` over max(N, 2d_v). S has an error of γ μ, dense or not, and exp moves by at most as much as S does (Lemma
+    γ is `rounding(max(N, 2d_v))`. S has an error of γ μ, dense or not, and exp moves by at most as much as S does (Lemma
     C.7). "exact" multiplies Z, ‖Z‖₂ ≤ μ, by vectors of size ‖M‖₂, and the result by scale · ‖M‖₂, so μ enters twice. The
     functions of Z in between act as functions of S, and their norms are at most 1.
 

@@ -45,7 +45,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the spectrum of Σ_l for each input and seed, and lists its eigenvalues for the first seed's image."""
+    """Measures the spectrum of Σ_l for each input, stack and seed, and lists the eigenvalues for the first seed's image."""
     summary, spectra = [], []
     for seed in settings.seeds:
         image = _image_tokens(lab, seed)  # (N, d)
@@ -125,9 +125,11 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the largest change of an eigenvalue ("qr" and "exact"; Newton–Schulz), and effective ranks of images.
+    """Returns the largest relative changes of an eigenvalue, and effective ranks of images.
 
-    Ranks are means over seeds: before the first layer, and after the last layer of each softmax stack.
+    float64         the largest change by "qr" and "exact", checked
+    newton_schulz   the largest change by Newton–Schulz
+    rank            mean over seeds, before the first layer and after the last layer of each softmax stack
     """
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
@@ -157,7 +159,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     for axes, (stack, title) in zip(panels, stacks.items(), strict=True):
         wide = spectra[spectra["stack"] == stack].pivot(index="depth", columns="index", values="eigenvalue")
         relative = wide.div(wide[1], axis=0)
-        relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)  # to just below the axis
+        relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)  # lines end below the axis
         for (i, line), colour in zip(relative.items(), charts.ramp(wide.shape[1]), strict=True):
             axes.plot(line, color=colour, linewidth=0.9, solid_capstyle="round", zorder=100 - i)
         charts.logarithmic(axes, "y", numticks=4)

@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
-The proof needs singular values σᵢ ≤ 1 of B, as Newton–Schulz (Eq. 9) has them; there the study checks the code. Do the
-bounds hold with Polar Express, whose σᵢ pass 1 before they converge? And how orthogonal are the layers? We vary K, cond(M)
-and ‖S‖₂, and measure the layers of the models as initialised at their K.
+The proof needs singular values σᵢ ≤ 1 of B. With Newton–Schulz (Eq. 9) this holds, so the bounds check the code. Do they
+hold with Polar Express, whose σᵢ pass 1 before they converge? And how orthogonal are the layers? We vary K, cond(M)
+and ‖S‖₂, and measure the layers of the models as initialised, with the K of each model.
 """
 
 import itertools
@@ -70,7 +70,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each method of iteration, S and K, and in models for each image and head.
+    """Returns a row for each method of iteration, S and K; for layers of a model, a row for each image and head as well.
 
     Args:
         m: ([images, h,] N, 2d_v).
@@ -128,14 +128,14 @@ def low_rank_exponential(basis: Tensor, s: Tensor) -> Tensor:
 
 
 def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns two bounds on ‖YᵀY − I‖₂ from Theorem 3.1, and a third without ‖B‖₂ ≤ 1: B (..., N, r) → each (...).
+    """Returns two bounds on ‖YᵀY − I‖₂ from Theorem 3.1, and a third that allows ‖B‖₂ > 1: B (..., N, r) → each (...).
 
         (e^‖S‖ − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|        Eq. 10
         (e^‖S‖ − 1)² / 4                         Eq. 11
         (e^(σ₁²‖S‖) − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|   for B of any norm
 
     σᵢ are the singular values of B. The proof (Eq. 41 and 43) drops ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹ because Newton–Schulz keeps
-    σᵢ ≤ 1. If they stay, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
+    σᵢ ≤ 1. With these factors, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
     """
     squares = torch.linalg.svdvals(basis).square()
     gap = (squares * (squares - 1)).abs().amax(-1)
@@ -144,10 +144,12 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the worst cases of both bounds for Newton–Schulz, and how often and how far Polar Express breaks them.
+    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in layers.
 
-    Also returns the largest ‖AᵀA − I‖₂ of Newton–Schulz over heads: in layers as initialised, and in each trained model by
-    seed.
+    eq_10, eq_11    the worst case of each bound for Newton–Schulz
+    polar_express   how often, how far and up to which K its error exceeds Eq. 10, and the worst case of the general bound
+    initial         the largest ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised
+    trained         the largest ‖AᵀA − I‖₂ in each trained model, summarised over seeds
     """
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
@@ -168,13 +170,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
-    """Adds to the bounds, which hold in exact arithmetic, an allowance for rounding."""
+    """Adds an allowance for rounding to the bounds, which hold in exact arithmetic."""
     slack = errors["tokens"].map(lambda tokens: rounding(tokens, torch.float64))
     return errors.assign(**{bound: errors[bound] + slack for bound in BOUND_COLUMNS})
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws over K the error at the ‖S‖₂ nearest to 1, a line for each cond(M), and the largest ratio of error to Eq. 10."""
+    """Draws two panels over K: the error at the ‖S‖₂ nearest to 1, by cond(M); and the largest ratio of error to Eq. 10."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

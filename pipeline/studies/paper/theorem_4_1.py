@@ -1,6 +1,6 @@
 """Theorem 4.1: the Jacobian of one head of OSA is J₁ + J₂.
 
-We compute J by automatic differentiation of the head, and compare it with both terms of Eq. 13, computed independently.
+We compute J by automatic differentiation of the head, and compare it with J₁ + J₂ of Eq. 13, computed independently.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Theorem 4.2: with the initialisation of Section 4 the query–key product W̃ has condition number 1.
 
-We compare the singular values of W̃ with those by Xavier's initialisation, and κ(W̃) with its value after training.
+We compare the singular values of W̃ by this initialisation and by Xavier's, and κ(W̃) before and after training.
 """
 
 import itertools

@@ -35,7 +35,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-FIT_BELOW = 1e-3  # fits use α up to here, where ‖S‖ < 0.05 makes the next order in α that much smaller
+FIT_BELOW = 1e-3  # fits use α up to here: ‖S‖ < 0.05, so the next order in α is below 5 % of the first
 SLOPE_TOLERANCE = 0.01  # effect of the next order: log(1.05) over the fitted range log(1000)
 MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line for layers as initialised
 
@@ -66,9 +66,14 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
-    """Returns ‖S‖₂, ‖J₁‖₂ and the constant C of its bound Cα, δ = max |σᵢ(A) − 1|, and κ(J) with its bound.
+    """Returns the quantities of both theorems for one head.
 
-    It returns κ − 1 too: for small α, the digits in the file round κ to 1.
+    norm                   ‖S‖₂
+    first_norm             ‖J₁‖₂
+    constant               C of the bound ‖J₁‖₂ ≤ Cα
+    deviation              δ = maxᵢ |σᵢ(A) − 1|
+    kappa, bound           κ(J) and its bound
+    excess, bound_excess   κ(J) − 1 and its bound: for small α, the digits in a file round κ(J) to 1
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -106,23 +111,25 @@ def first_term_constant(x: Tensor, width: int) -> float:
     """Returns C = 2‖X‖₂²/√d_v: ‖J₁‖₂ ≤ Cα for A = exp(S) at Section 4's initialisation, whatever the rank of M.
 
     ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂. The first factor is at most ‖X‖₂, the second 1 (Eq. 80 for S
-    itself) and the third 2α‖X‖₂/√d_v (Eq. 83). No basis enters, since A does not depend on its choice.
+    itself) and the third 2α‖X‖₂/√d_v (Eq. 83). No basis enters, since A = exp(S) is the same for every basis.
     """
     return 2 * norm(x).item() ** 2 / math.sqrt(width)
 
 
 def condition_bound(deviation: float, first_norm: float) -> float:
-    """Returns (1 + δ + Cα)/(1 − δ − Cα) of Eq. 16; ∞ if the denominator is not positive."""
+    """Returns (1 + δ + ‖J₁‖₂)/(1 − δ − ‖J₁‖₂), Eq. 16 with ‖J₁‖₂ for Cα; ∞ if the denominator is not positive."""
     rest = 1 - deviation - first_norm
     return (1 + deviation + first_norm) / rest if rest > 0 else math.inf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the checks of one head, and κ in the models: of a layer's first head, and of Σᵢ W^Vᵢ W^Oᵢ over all its heads.
+    """Returns three checks of one head, and condition numbers in the models.
 
     slope        |slope − 1| of log ‖J₁‖₂ over log α
     first_term   ‖J₁‖₂ against Cα, for methods with A = exp(S)
     condition    κ(J) − 1 against its bound, if δ + ‖J₁‖₂ < 1
+    head         the largest κ(J) of a layer's first head: as initialised, and in each trained model
+    layer        the median over layers of κ(Σᵢ W^Vᵢ W^Oᵢ), as initialised
     """
     alphas, layers = tables["alphas"], tables["layers"]
     identical = alphas[alphas["method"] != "newton_schulz"]

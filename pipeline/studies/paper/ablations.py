@@ -1,9 +1,9 @@
-"""Ablations by PyTorch's defaults, a reading of the recipe: what do the accuracies of Table 2 depend on?
+"""Ablations: what do the accuracies of Table 2 depend on, if the recipe is read with PyTorch's defaults?
 
-One thing changes at a time: the learning rate, each of the four details in which this reading differs from the first, the
-map exp, skip connections with LN, or the initial α. We compare each change with Table 2's runs, if params.yaml follows this
-reading too. The study attention_or_initialisation uses the two changes of initialisation. We wrote rules and expectations
-before the first run. A claim is shown once all its runs have ended.
+One thing changes at a time: the learning rate, one of the four details in which this reading differs from the first reading,
+the map exp, skip connections with LN, or the initial α. We compare each change with Table 2's runs, if params.yaml follows
+the same reading. The study attention_or_initialisation uses two further changes, of the initialisation. We wrote rules and
+expectations before the first run. A claim is shown once all its runs have ended.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def results_of_ablations(lab: Lab) -> Results:
-    """Returns the runs of this study with their baselines in Table 2, for another study."""
+    """Returns this study's runs and their baselines in Table 2. The study attention_or_initialisation judges them too."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
     return with_table_2(comparison.read(settings, own), own)

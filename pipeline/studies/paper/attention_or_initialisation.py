@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
-The paper's OSA differs from ViT (no skip, no LN) in both. Here one changes at a time: {softmax, OSA (exact)} × {Xavier,
-Section 4's initialisation}. By the first reading, the study first_reading trains two of the four cells. By Table 2's
-reading, Table 2 has two and the study ablations trains the other two.
+The paper's OSA differs from ViT (no skip, no LN) in both. Here one changes at a time, which gives four cells: {softmax, OSA
+(exact)} × {Xavier, Section 4's initialisation}. For the first reading, the study first_reading trains two cells and this
+study the other two. For Table 2's reading, Table 2 has two cells and the study ablations trains the other two.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -12,9 +12,9 @@ from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE, ablations
 
-CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax first, Xavier first
+CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax before OSA, Xavier before Section 4
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor
-INTERACTION = (1, -1, -1, 1)  # weights of the cells: how much more Section 4's initialisation helps OSA
+INTERACTION = (1, -1, -1, 1)  # weights of the cells; the sum is Section 4's gain for OSA minus its gain for softmax
 CLAIMS: tuple[str, ...] = ("attention_matters", "attention_matters_with_xavier")
 CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
@@ -28,9 +28,15 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def four_cells(results: Results) -> dict:
-    """Returns the four cells, the share of the gap that each change closes by itself, their interaction, and the verdicts.
+    """Compares the four cells.
 
-    If the changes overlap, the shares add up to more than one.
+    Returns:
+        is_trained    whether every cell has a run
+        cells         the accuracy of each cell
+        gap           the mean accuracy of OSA with Section 4 minus that of softmax with Xavier
+        alone         the share of the gap that each change closes by itself; more than one in total if the changes overlap
+        interaction   the verdict on the contrast `INTERACTION`
+        verdicts      the verdict of each claim
     """
     claims = read_claims(CLAIMS_FILE)
     samples = {cell: results.accuracies(cell) for cell in CELLS}

@@ -19,8 +19,11 @@ FEWEST_RUNS = 2  # fewest runs that give an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each model: final loss, accuracy, calibration error, and the accuracy of its runs' majority vote.
-    Returns for each comparison of accuracies the difference of means, with an interval over seeds and images."""
+    """Returns `models` and `comparisons`.
+
+    models        a row for each model: final loss, accuracy, calibration error, and the accuracy of its runs' majority vote
+    comparisons   the `means` of each comparison of accuracies, by claim; their intervals are over seeds and images
+    """
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
         rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
@@ -30,8 +33,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
-    """Returns for each model an array (runs, images): 1 if a run gets a test image right, else 0. Where a run diverged, all
-    its entries are the accuracy of guessing."""
+    """Returns an array (runs, images) for each model: 1 if the run gets the test image right, else 0. All entries of a
+    diverged run are the accuracy of guessing."""
     if "mistakes" not in tables or tables["per_class"].empty:
         return {}
     of_runs = tables["per_class"].groupby(["variant", "seed"])["images"].sum()
@@ -45,7 +48,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns a claim's contrast of mean accuracies, in points; None if a model has fewer than two runs."""
+    """Returns a claim's contrast of mean accuracies and its interval, in points; None if a model has fewer than two runs."""
     if min(len(right.get(model, [])) for model in models) < FEWEST_RUNS:
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, DIFFERENCE))

@@ -1,8 +1,8 @@
 """Is OSA (QR) as accurate as ViT? Eleven new seeds of each decide it, or leave it open.
 
 Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25 alone
-decide. They train by Table 2's recipe, and we judge them by the rule and the limit of the claim `osa_matches_vit`. We pool
-them with no earlier seeds and add none, whatever comes out. The page shows no result until all runs have ended.
+decide. They train by Table 2's recipe, and we judge them by the rule and the limit of the claim `osa_matches_vit`. Whatever
+comes out, we neither pool them with earlier seeds nor add later ones. The page shows no result until all runs have ended.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns the verdict for another study; None until all runs have ended."""
+    """Returns this study's verdict, which section_5 shows; None until all runs have ended."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
     return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
@@ -62,9 +62,9 @@ def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float],
     """Simulates how often the rule decides.
 
     Returns:
-        rows        for each true difference in points, the shares of experiments that are reproduced and contradicted
-        together    the shares reproduced after Holm's correction if both models are equally accurate: when no other
-                    comparison of the family is significant, and when all others but one are
+        rows        for each true difference in points, the shares of "reproduced" and "contradicted" among the experiments
+        together    two shares of "reproduced" after Holm's correction, for two models of equal accuracy: if no other
+                    comparison of the family is significant, and if all the others but one are
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

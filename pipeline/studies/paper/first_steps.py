@@ -1,8 +1,8 @@
 """The first steps of OSA from the same weights and images: Newton–Schulz with the paper's K = 6 and with 10, and QR.
 
-Section 3 prefers Newton–Schulz for its stable gradients. Its error grows with ‖S‖₂, which nothing bounds during training. A
-run fails if the mean loss of its last steps is that of guessing, or not finite. We repeat a failing run in float64 from the
-same weights, to see the effect of rounding.
+Section 3 prefers Newton–Schulz for its stable gradients. But Newton–Schulz's error grows with ‖S‖₂, which nothing bounds
+during training. A run fails if the mean loss of its last steps is not clearly below that of guessing. We repeat a failing
+run in float64 from the same weights, to see the effect of rounding.
 
 It takes one core an hour and a half, so no DVC stage runs it: `python -m pipeline study first_steps`.
 """
@@ -66,7 +66,7 @@ def steps_of(training: Training, steps: int) -> pd.DataFrame:
 
 @torch.no_grad()
 def extremes(training: Training) -> dict[str, float]:
-    """Returns the largest ‖S‖₂, largest ‖A‖₂ and smallest σ_min(A) over layers, heads and the watched images."""
+    """Returns the largest ‖S‖₂, largest ‖A‖₂ and smallest σ_min(A) over layers, heads and `LAYER_IMAGES` images."""
     norms, largest, smallest = [], [], []
     for layer, x in attention_inputs(training.model, training.data.test_images[:LAYER_IMAGES]):
         assert isinstance(layer, OrthogonalSelfAttention)
@@ -89,9 +89,12 @@ def learns(losses: pd.Series, steps: int) -> bool:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists each model's seeds that fail in float32 and in float64, and the extremes of the runs that learn and that fail.
+    """Returns each model's seeds that fail, and the extremes over its runs in float32.
 
-    `failing` and `failing_double` beside the models are totals.
+    failing          seeds that fail in float32; beside `models`, their number over all models
+    failing_double   the same in float64
+    learning         `extremes_of` the runs that learn
+    lost             `extremes_of` the runs that fail
     """
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
@@ -116,7 +119,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
-    """Returns the extremes over all steps of these runs; None if there are none."""
+    """Returns the largest ‖S‖₂ and the smallest σ_min(A) over all steps of these runs; None without runs."""
     return None if rows.empty else {"skew_norm": rows["skew_norm"].max(), "smallest": rows["smallest"].min()}
 
 

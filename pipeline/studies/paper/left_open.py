@@ -13,7 +13,14 @@ MARGIN = 1.0  # points: a larger change would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists the alternatives by key of params.yaml and by name, counts those with runs, and lists those that matter."""
+    """Returns the rows of `changes` in several forms.
+
+    tried     the rows by key of params.yaml
+    changes   the rows by name
+    choices   the number of rows that have runs
+    matter    the rows of choices that matter
+    topics    the number of details that the paper leaves open
+    """
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
     for row in rows:

@@ -1,9 +1,9 @@
 """OSA without skips and LN against ViT on CIFAR-10, each with the better of two optimisers at the best of three rates.
 
-Short trainings search the rate of each model and optimiser. The rate with the lowest train loss after the last epoch wins: a
-choice by test accuracy would use the test set twice. Long trainings follow, with other seeds. For each model we take the
-optimiser whose long trainings end with the lower mean train loss. We wrote the claim before the first run. The page shows
-nothing until all runs have ended.
+Short trainings search for the best rate of each model and optimiser. The rate with the lowest train loss after the last
+epoch wins: a choice by test accuracy would use the test set twice. Long trainings follow, with other seeds. For each model
+we take the optimiser whose long trainings end with the lower mean train loss. We wrote the claim before the first run. The
+page shows nothing until all runs have ended.
 """
 
 import itertools
@@ -26,12 +26,11 @@ SEARCH = "_search"  # suffix of a short training's name
 
 
 class Settings(Section):
-    """Every optimiser trains every model (under its name in the claim): at every rate with `search_seed`, then at the best
-    rate with `seeds`."""
+    """Every optimiser trains every model: at every rate with `search_seed`, then at the best rate with `seeds`."""
 
     reading: Name  # a key of readings in pipeline/paper.yaml
     set: Overrides  # values replaced in all trainings
-    models: dict[Name, Name]
+    models: dict[Name, Name]  # name in the claim → variant
     optimizers: Annotated[list[str], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     search_epochs: PositiveInt

@@ -1,9 +1,10 @@
 """Is OSA (QR) as accurate as ViT, each at its own learning rate? The paper gives both the same.
 
-We declared this before the first run. A search trains each model by Table 2's recipe at three rates with one seed, and holds
-out 5,000 training images. The rate with the lowest loss on these images wins; nothing else counts. If the highest rate wins,
-the search tries a higher one. The page says if the winner is the lowest or highest rate tried. A training that diverges has
-an infinite loss. Then five new seeds of each model at its rate decide, by the limit and test of the study `decision`.
+We declared the following before the first run. A search trains each model by Table 2's recipe at three rates with one seed,
+and holds out 5,000 training images. The rate with the lowest loss on these images wins; nothing else counts. If the highest
+rate wins, the search tries a higher one. The page says if the winner is the lowest or highest rate tried. A training that
+diverges has an infinite loss. Five new seeds of each model, at its best rate, then decide by the limit and test of the study
+`decision`.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ class Settings(Section):
     models: Annotated[list[Name], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     last_rate: PositiveFloat  # tried if the highest of `rates` is the best
-    held_out: PositiveInt  # training images whose loss decides a search
+    held_out: PositiveInt  # number of training images whose loss decides a search
     search_seed: Seed
     seeds: Seeds
     spreads: dict[Name, PositiveFloat]  # as in the study decision
@@ -101,7 +102,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns the verdict for another study; None until all runs have ended."""
+    """Returns this study's verdict, which section_5 shows; None until all runs have ended."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
     return decision.judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))

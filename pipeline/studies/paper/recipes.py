@@ -1,13 +1,13 @@
-"""Which reading of the recipe is nearest to the paper? Common code bases fill in the details that the paper leaves open.
+"""Which reading of the recipe is nearest to the paper? We fill in the details that it leaves open as common code bases do.
 
 A run's name joins its configuration and its model: fused_standard_vit_noskip_nonorm. The distance of a configuration from
 the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) − log-odds(the
 paper's). Log-odds weigh a point more near 100 %.
 
 We call a configuration the recipe if each of the paper's five numbers lies in the prediction interval of one more run that
-starts, and its distance is below LIMIT. We fixed this rule before seeds 10 to 14, which decide it for PyTorch's defaults.
-The first reading's ten seeds have a distance of 0.24. In simulated experiments, five seeds of the true recipe pass in 79 to
-96 %, and five of the first reading in 1 to 3 %.
+starts, and its distance is below LIMIT. We fixed this rule before seeds 10 to 14, which test PyTorch's defaults. The first
+reading's ten seeds have a distance of 0.24. In simulated experiments with five seeds, the true recipe passes in 79 to 96 %
+of them, and the first reading in 1 to 3 %.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Does a training repeat? Some runs of Table 2 and of the first reading were trained twice: by another process, for another
+"""Does a training repeat? Some runs of Table 2 and of the first reading were trained again: by another process, for another
 study, or here since the last commit.
 
 On the same kind of machine every bit of the weights and curves repeats. On another kind rounding differs, and the accuracy
@@ -99,10 +99,14 @@ def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Counts the repeats on the same kind of machine that have the same bits, and compares the others with one more seed.
+    """Summarises the pairs of trainings.
 
-    other_bits   repeats on the same kind of machine with different bits, and both accuracies
-    replaced     trainings that replace a committed one, and both accuracies
+    repeated     the number of repeats on the same kind of machine, with the same version of torch
+    same_bits    how many of these repeats have the same bits in curves and weights
+    other_bits   both accuracies of each repeat counted in `repeated` but not in `same_bits`
+    elsewhere    the change of accuracy of each repeat not counted in `repeated`, and whether the repeat's accuracy lies in
+                 the prediction interval of one more seed
+    replaced     both accuracies of each training that replaces a committed one
     """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]

@@ -1,8 +1,8 @@
 """Does rounding decide whether a run starts?
 
 We repeat a run that did not start, with initial weights that differ by a millionth: only `train.perturbation` changes. If
-some repeats start and others do not, a change far smaller than any choice of a recipe decides. The page shows nothing until
-all runs have ended.
+some repeats start and others do not, a change far smaller than any choice of a recipe decides whether a run starts. The page
+shows nothing until all runs have ended.
 """
 
 from typing import Any

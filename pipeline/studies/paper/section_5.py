@@ -63,7 +63,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns the verdict of each claim and comparison, with the paper's value if the paper's Table 2 gives one."""
+    """Returns a row for each comparison of each claim: the verdict, and the paper's value if its Table 2 gives one."""
     declared = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
     judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
@@ -134,10 +134,13 @@ def count(verdicts) -> dict[str, int]:
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Returns rows of a train loss and the ratio of the epochs at which two models reach it, as claims of speed estimate it.
+    """Returns a row for each train loss that the second model reaches after one of `FRACTIONS` of its training.
 
-    There is a row for each loss that the second model reaches after one of `FRACTIONS` of its training, unless half of the
-    runs of either model never reach it.
+    loss    the train loss
+    epoch   the median epoch at which the second model reaches it
+    ratio   the first model's epochs to this loss / the second's, as claims of speed estimate it
+
+    A loss that half of the runs of either model never reach has no row.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]

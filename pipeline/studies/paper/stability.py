@@ -1,6 +1,7 @@
 """Does OSA train stably with gradients through a QR decomposition, as Section 5 observed?
 
-The variant `osa_qr` computes the same function but never differentiates a decomposition, so its runs cannot tell.
+We train `osa_qr_literal`. The variant `osa_qr` computes the same function but never differentiates a decomposition, so its
+runs cannot tell.
 """
 
 from pipeline.statistics.claims import Results, Stability, largest_rise, read_claim

@@ -2,7 +2,7 @@
 
 In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error. In the other
 part the truth is the paper's Table 2. Runs that start have normal values, with the spreads that claims.yaml declares. Some
-runs fail to start: those of both models at a limit, only OSA (NS)'s at the paper's values.
+runs fail to start: with the truth at a limit, runs of both models; with the paper's values, only runs of OSA (NS).
 """
 
 import itertools
@@ -23,7 +23,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # runs of each model
 FAILING = (0.0, 0.1)  # share of runs that fail to start
-FAILED, SCATTER = -50.0, 10.0  # mean of runs that fail, relative to the others, and standard deviation
+FAILED, SCATTER = -50.0, 10.0  # runs that fail: their mean, if the others' is 0, and their standard deviation
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # we compare the first with each of the others, in accuracy and in speed
 
 

@@ -1,6 +1,7 @@
 """Checks params.yaml against its schema.
 
-DVC runs this stage before all others. Its output never changes, so an edited parameter reruns only the stages that use it.
+DVC runs this stage before all others. The output of this stage never changes, so an edited parameter reruns only the stages
+that use the parameter.
 """
 
 from pathlib import Path

@@ -90,7 +90,7 @@ PublishedSource = Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10
 PUBLISHED = dict.fromkeys(get_args(PublishedSource), MNIST_LIKE) | {"cifar10": ImageFormat(3, 32, 10)}
 FIRST_READING = "first"  # default reading of the paper
 USER_FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
-IMAGE_KEYS = ("source", "path", "resize")  # keys of the section data that choose the images
+IMAGE_KEYS = ("source", "path", "resize")  # keys under `data` that choose the images
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
 SHARED_SECTIONS = get_args(SharedSection)
 Overrides = dict[SharedSection | Literal["variant"], dict[str, Any]]
@@ -180,8 +180,8 @@ def options(
     Args:
         group: the dataclass, such as `osa.options.Sizes`.
         absent: options that the section does not have.
-        optional: options that the user may omit; None means all with a default. The library's default then applies.
-        limits: further bounds of an option, as keyword arguments of `Field`.
+        optional: options that the user may omit, to use the library's default; None means all options with a default.
+        limits: for an option, further bounds as a dictionary of `Field`'s keyword arguments.
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
@@ -339,8 +339,12 @@ class Params(Shared):
 
 
 class OpenChoice(Section):
-    """A detail that the paper leaves open: what the paper says about it, if anything, our choice (`key` in params.yaml), and
-    the alternative that we tried."""
+    """A detail that the paper leaves open.
+
+    paper     what the paper says about it, if anything
+    ours      our choice; `key` is the key in params.yaml that sets it
+    instead   the alternative that we tried
+    """
 
     topic: str
     paper: str | None
@@ -422,7 +426,8 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """The configuration of a model of osa.MODELS with the recipe of `reading`. Only the data come from params.yaml.
+    """The configuration of a model of osa.MODELS, with the recipe `paper.readings[reading]`. Only the choice of images
+    comes from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

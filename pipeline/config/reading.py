@@ -59,7 +59,7 @@ def _parsed(text: str) -> Any:
 
 
 def validate(schema: type[Schema], raw: Any, where: str) -> Schema:
-    """Converts `raw` to an object of the schema. Raises UserError, which names `where` and the first error."""
+    """Converts `raw` to an object of the schema. Raises a UserError that names `where` and the first error."""
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
@@ -112,7 +112,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """Converts all digits, such as full-width ones, to ASCII. Returns the text if YAML reads it as a number, else None."""
+    """Converts digits, such as full-width ones, to ASCII. Returns the result if YAML reads it as a number, else None."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

@@ -28,7 +28,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class Environment(Section):
-    """The device and the versions of the process that wrote the results."""
+    """The machine that wrote the results, and the versions of Python and torch."""
 
     python: str
     torch: str
@@ -55,7 +55,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The provenance of a run. `folder` holds its curves; the weights lie in another folder."""
+    """The provenance of a run. The curves of the run lie in `folder`, its weights elsewhere."""
 
     run_key: str
     study: str

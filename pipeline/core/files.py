@@ -22,7 +22,7 @@ DIGITS = 6  # significant digits in files; with another number of threads, later
 
 
 def resolve_user_path(path: str) -> Path:
-    """Finds a user's path here or, if it is absent, in DVC_ROOT: `dvc exp run --temp` runs in a copy of the repository."""
+    """Finds a user's path here, or else in DVC_ROOT, the original repository if `dvc exp run --temp` runs in a copy."""
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
 

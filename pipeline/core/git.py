@@ -18,7 +18,7 @@ SETTINGS = {
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
 }
-FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English messages; no lock while git reads, as it could block a commit
+FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English messages; reading takes no lock, which could block a commit
 
 
 def run(*arguments: str, folder: Path | None = None, given: list[str] | None = None) -> str:

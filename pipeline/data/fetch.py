@@ -36,7 +36,7 @@ FILES = {  # MNIST's files and their SHA-256; for the other data sets torchvisio
 MIRROR_VARIABLE = "OSA_{}_MIRROR"
 MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # sizes of the downloads
 TIMEOUT_SECONDS = 20  # longest wait for the next byte
-LARGEST_BYTES = 2**28  # of a download; CIFAR-10 has 2**27.3
+LARGEST_BYTES = 2**28  # largest download allowed; CIFAR-10's is 2**27.3
 
 
 @entry_point
@@ -133,7 +133,7 @@ def _download(url: str, digest: str) -> bytes:
 
 
 def _digest_like(content: bytes | bytearray, known: str) -> str:
-    """The digest of `content`, by the algorithm of the digest `known`, MD5 or SHA-256."""
+    """The digest of `content`: MD5 if `known` has the length of an MD5 digest, else SHA-256."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 
 

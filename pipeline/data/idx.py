@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 IDX_IMAGES, IDX_LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # for the splits train and t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
-LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # of labels, for up to 256 classes and for more
+LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # of stored labels: for up to 256 classes, and for more
 
 
 @dataclass(frozen=True)
 class Images:
     """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of their 256 levels, on one device.
 
-    Indexing, slicing and `split` look up the value of each level and return float32 images. They have the same bits as if
-    all images had been scaled beforehand, which would take four times the memory.
+    Indexing, slicing and `split` look up the value of each level and return float32 images. These have the same bits
+    as if all images had been scaled beforehand, which would take four times the memory.
     """
 
     pixels: torch.Tensor

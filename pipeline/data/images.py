@@ -30,7 +30,7 @@ from pipeline.data import archives, idx
 SPLITS = {"train": "train", "test": "t10k"}  # split → its name in the stored files
 WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # some programs keep the backslashes in the names of a Windows zip
 MAX_CLASSES = 1000
-LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of a file, and of all pixels
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # limits: bytes of one file, and bytes of all pixels
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # bytes of a HEIC file from the fifth on (ISO/IEC 23008-12)
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
 Decoded = tuple[str, int, int]  # an image's mode, its size, and the offset of its pixels in `spool`
@@ -39,8 +39,9 @@ Decoded = tuple[str, int, int]  # an image's mode, its size, and the offset of i
 def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
-    All images are resized (bilinear) to one size: `data.resize`, or else the most common. They are stored as grey if all
-    pixels are grey, else in colour. Each split takes one image of each class in turn, so that every part of it is balanced.
+    All images are resized (bilinear) to one size: `data.resize`, or else the most common size. They are stored as grey if
+    all pixels are grey, else in colour. Each split takes one image of each class in turn, so that every part of the split is
+    balanced.
 
     Raises:
         UserError: `data.path` cannot be read, has another layout, or holds an unusable image.

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # steps before the recording, in which libraries choose kernels and allocate memory
+WARM_UP = 3  # steps to run first: libraries then choose kernels and allocate memory before the recording
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class GraphedStep:
-    """Replays `step(images, labels)` for batches of one size. The constructor checks that a replay gives the same numbers.
+    """Replays `step(images, labels)` for batches of one size. The constructor checks a replay against the step itself.
 
     A graph always uses the same addresses: each batch is copied into the recorded batch, and each replay overwrites the
     previous outputs. Recording changes the model and the optimisers, so the constructor then restores them in place.

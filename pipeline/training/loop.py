@@ -26,7 +26,7 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
 PERTURBATION = 1e-6  # relative size, about ten times float32's rounding error
-EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: few fit a CPU's cache, many save launches on a GPU
+EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: 100 fit a CPU's cache, 2000 save launches on a GPU
 
 
 def configure_torch() -> None:

@@ -34,8 +34,8 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder of runs that are training
-# Older values of osa.NUMERICS; their runs remain valid. Two things changed with value 2: "exact" balances other heads, which
-# changes last digits, and "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
+# Older values of osa.NUMERICS whose runs remain valid. Value 2 changed two things: "exact" balances other heads than before,
+# which changes last digits; "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
@@ -142,7 +142,7 @@ class Run:
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:
-        """The points of the curves. If a loss is not finite, its accuracy has no meaning, and becomes NaN."""
+        """The points of the curves. Beside a loss that is not finite, the accuracy has no meaning, and becomes NaN."""
         table = files.read_csv(self.files["history"])
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())

@@ -148,7 +148,10 @@ def write_figure(
 
 
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
-    """Writes a study's figures. Returns its numbers, {} if it is not measured yet. The `commits` trained Table 2's runs."""
+    """Writes a study's figures. Returns its numbers, or {} if it is not measured yet.
+
+    `commits` trained Table 2's runs. Figures that show these runs cite the commits.
+    """
     one = studies.get(name)
     settings = studies.settings(name)
     tables: studies.Tables = {}

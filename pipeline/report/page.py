@@ -29,7 +29,7 @@ SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters with a meaning in Markdow
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value to the types of JSON, with floats rounded as in files. NaN and infinities become None."""
+    """Converts a value to the types of JSON, and a float x to `rounded(x)`. NaN and infinities become None."""
     if isinstance(value, Verdict):
         return to_json(asdict(value) | {"here": value.here, "bound": value.bound})
     if is_dataclass(value) and not isinstance(value, type):
@@ -102,8 +102,8 @@ def _markdown() -> MarkdownIt:
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
     """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to a colon).
 
-    A paragraph with only an image becomes a figure. From the image's path, `drawings` gives inline SVG, and `source` a line
-    that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
+    A paragraph with only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps it to
+    a line that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):

@@ -55,7 +55,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
     """Returns a row for each model: the paper's test accuracy, and statistics of ours over the runs that start.
 
     A row also has the prediction interval of one more run (if at least three start), the accuracies of the runs that do not
-    start, and a one-sided 95 % bound on the share of runs that start.
+    start, and a one-sided 95 % lower bound on the share of runs that start.
     """
     tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
@@ -89,10 +89,11 @@ def share_above(values: Sequence[float], level: float) -> float:
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts the paper's accuracies inside our prediction intervals and our means below the paper's, over all models.
+    """Compares the paper's accuracies with ours.
 
-    `widest` is the width of the widest interval. `p` is the two-sided p-value, by Stouffer's method, of the hypothesis that
-    each of the paper's accuracies is one more run.
+    `inside` counts the models whose accuracy in the paper lies inside our prediction interval, and `below` the models whose
+    mean accuracy here lies below the paper's. `widest` is the width of the widest interval. `p` is the two-sided p-value, by
+    Stouffer's method, of the hypothesis that each of the paper's accuracies is one more run.
     """
     judged = [row for row in rows if row["is_within"] is not None]
     widths = [row["one_more_run"]["high"] - row["one_more_run"]["low"] for row in judged]

@@ -2,11 +2,10 @@
 
 Writes a file for each run under paper_outputs/evaluations. It holds loss, accuracy, calibration error, per-class accuracy,
 confusion matrix and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the
-theorems.
-Git tracks the files, so that a new run requires neither the weights of the other runs nor their evaluation.
+theorems. Git tracks the files. To add a run, one therefore needs neither the weights nor a new evaluation of the others.
 
 `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so
-`mistakes` determines every prediction in a tenth of the space.
+`mistakes` determines every prediction in a tenth of the space of a full list.
 """
 
 import copy
@@ -34,7 +33,7 @@ from pipeline.training.run import Run
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # number of test images for measuring the attention
-TOLERANCE_IMAGES = 5  # images whose prediction may change between training and evaluation, by rounding
+TOLERANCE_IMAGES = 5  # number of images whose prediction rounding may change between training and evaluation
 
 
 @entry_point
@@ -52,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:
-    """The content of evaluation.json: digests of metrics and weights, and measurements, empty if the run diverged."""
+    """The content of evaluation.json: digests of metrics and weights, and measurements (empty if the run diverged)."""
     record = run.ended_record()
     training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
     if record.status == "diverged":
@@ -62,7 +61,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """Measures a finished run. Numbers are rounded as in files."""
+    """Measures a finished run. Returns floats as `rounded(value)`."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)

@@ -20,11 +20,11 @@ from osa.vit import VisionTransformer
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # number of images for measuring a layer
-PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products of error √n · eps, typically: 32 n · eps is enough
+PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products, each with a typical error of √n · eps: 32 n · eps suffices
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
-    """Returns 32 n · eps, a tolerance for the relative error of successive matrix products. n is their inner dimension.
+    """Returns 32 n · eps, a tolerance for the relative error of successive matrix products of inner dimension n = `length`.
 
     One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and of √n · eps typically.
     """
@@ -188,7 +188,7 @@ def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dic
 
 
 def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]]:
-    """Returns each block with its attention and its MLP. The assertions tell mypy their types."""
+    """Returns each block with its attention and its MLP. The assertions tell mypy the types of all three."""
     blocks = []
     for block in model.blocks:
         assert isinstance(block, Block)

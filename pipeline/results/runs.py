@@ -29,7 +29,7 @@ def of_table_2(settings: Params) -> list[Run]:
 
 
 def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
-    """Yields each run with a record, and its record, for one study or for all.
+    """Yields the stored runs of one study, or of all, each with its record.
 
     Raises:
         UserError: a run is damaged or incomplete.

@@ -106,7 +106,7 @@ def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
 
 
 def as_table(name: str, value: Any) -> pd.DataFrame:
-    """Converts the value of a key of evaluation.json, `name`, to a table."""
+    """Converts `value`, which evaluation.json holds under the key `name`, to a table."""
     if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
         counts = np.array(value)
         label, prediction = np.indices(counts.shape)
@@ -170,7 +170,7 @@ def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
 
 
 def for_dvc_metrics(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Returns mean and standard deviation of each variant's test accuracy, in per cent over n runs, for `dvc metrics`."""
+    """Returns each variant's test accuracy for `dvc metrics`: mean and standard deviation in per cent, and n, the runs."""
     found = {}
     for row in summary.to_dict("records"):
         mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]

@@ -1,7 +1,7 @@
 """Judges claims about trained models. Each claims.yaml in pipeline/studies lists claims, with a sentence and a rule each.
 
-A claim refers to the runs of Table 2 by variant, and to the runs of a study by their names in its list. The first
-comparison of a claim is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
+A claim refers to the runs of Table 2 by variant, and to the runs of a study by the names that the study gives them. The
+first comparison of a claim is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from pipeline.statistics.verdicts import (
     power_of_ranks,
 )
 
-GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # of guessing among ten classes, in nats and per cent
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss in nats and accuracy in per cent of a guess among ten classes
 CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # weights of the models' mean accuracies
 TRAINS = 0.5  # a run trains if its last train loss is below this share of the loss of a guess
 
@@ -70,7 +70,7 @@ class Results:
         return runs["train_loss"].where(runs["status"] == "finished", GUESS_LOSS).astype(float).tolist()
 
     def curves(self, name: str) -> list[pd.DataFrame]:
-        """The history of each existing run, by seed. A diverged run's history ends early."""
+        """The history of each existing run, in order of seeds. A diverged run's history ends early."""
         own = self.histories[self.histories["name"] == name]
         return [curve for _, curve in own.groupby("seed")]
 
@@ -198,7 +198,7 @@ class Speed(Comparison):
     """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
 
     The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part
-    (`of_training`) of training. A run that never reaches the target takes infinitely many epochs.
+    of training, a fraction `of_training` of it. A run that never reaches the target takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -244,7 +244,7 @@ class Contrast(Claim):
 
 
 class Stability(Claim):
-    """More than a share of a model's runs are stable: not diverged, with a `largest_rise` up to `at_most_rise`."""
+    """More than `share` of a model's runs are stable: they finish, and their `largest_rise` is at most `at_most_rise`."""
 
     kind: Literal["stability"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -263,7 +263,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More (or fewer) than a share of each model's runs train: their last train loss is below half the loss of a guess."""
+    """More (or fewer) than `share` of each model's runs train: their last train loss is below half the loss of a guess."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -342,7 +342,8 @@ def trains(loss: float) -> bool:
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
-    """True if a run starts: its train loss is clearly below a guess's at the first point in the second half of training."""
+    """True if a run starts: at the first point in the second half of training, its train loss is at least MARGIN_OF_A_START
+    below the loss of a guess."""
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 

@@ -107,9 +107,9 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
     """A `contrast` of mean accuracies, with a standard error for new runs on new images.
 
     All models see the same images. The contrast on each image, averaged over runs, is therefore one more sample. Welch's
-    standard error adds the variance of this sample to the variances over runs. Both include the interaction of run and
-    image. A bootstrap over runs and images adds the same variances, but with five runs it underestimates them by a fifth,
-    and it uses no quantile of t.
+    standard error adds the variance of this sample to the variances over runs. The variance over images and each
+    variance over runs include the interaction of run and image. A bootstrap over runs and images adds the same variances,
+    but with five runs it underestimates them by a fifth, and it uses no quantile of t.
 
     Args:
         samples: an array (runs ≥ 2, images) for each model: 1 if the run classifies the image correctly, else 0.

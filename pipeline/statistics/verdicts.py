@@ -181,8 +181,8 @@ def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
 
 
 def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, float]:
-    """Lower bound, median and upper bound of first − second. The difference of two infinite values is 0 for the median, and
-    ∓∞ for the bounds."""
+    """Lower bound, median and upper bound of first − second. The difference of two infinite values counts as
+    0 in the median, as −∞ in the lower bound and as ∞ in the upper bound."""
     with np.errstate(invalid="ignore"):
         differences = np.subtract.outer(first, second).ravel()
     is_tie, rank = np.isnan(differences), critical_rank(len(first), len(second))
@@ -223,7 +223,7 @@ def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequen
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values, by name. Rejecting all hypotheses up to 5 % keeps the family-wise error at 5 %."""
+    """Holm's adjusted p-values, by name. Rejecting each hypothesis with one ≤ 5 % keeps the family-wise error at 5 %."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

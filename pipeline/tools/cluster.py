@@ -31,7 +31,7 @@ from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to the nodes, with the data
 RETRIES = 3  # how often a training is repeated on another node if its node dies
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # in Ray's messages about them
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # in Ray's messages on dead nodes
 
 Ended = Callable[[list, float], list]  # (tasks, seconds) → the tasks that end within `seconds`
 Receive = Callable[[Run, Any], None]  # (run, task) → None: stores the files of a finished run
@@ -76,7 +76,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
 
 
 def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
-    """Returns what a training takes of a cluster with these resources."""
+    """Returns what a training takes: one core and, if the cluster's `resources` have GPUs, 1 / `per_gpu` of a GPU."""
     return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 
@@ -118,7 +118,7 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 
 
 def ship(sources: set[str], path: Path) -> str:
-    """Writes an uncompressed archive of code, parameters and data, which are mostly compressed. Returns its digest."""
+    """Writes an uncompressed archive of code, parameters and data. Most data are compressed already. Returns its digest."""
     with zipfile.ZipFile(path, "w") as archive:
         for path_or_folder in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
             for file in sorted(path_or_folder.rglob("*")) if path_or_folder.is_dir() else [path_or_folder]:

@@ -151,7 +151,7 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
     one, shows the progress of all trainings and the time left."""
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    shown, news = 0.0, None  # epochs shown, which never decrease; runs and epochs at the last forecast
+    shown, news = 0.0, None  # `shown` epochs never decrease; `news` holds runs and epochs at a forecast
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
@@ -180,8 +180,8 @@ def show_every() -> float:
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
     """The remaining epochs of a run, and an estimate of the seconds they will take.
 
-    While the run trains on this machine, the estimate follows from the run's own pace, without pauses before a
-    resumption. Otherwise it follows from the records of other runs.
+    While the run trains on this machine, the estimate follows from the run's own pace, not counting pauses
+    before a resumption. Otherwise it follows from the records of other runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # the run has just ended
@@ -302,7 +302,7 @@ def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[lis
 
 
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Waits for tasks by `wait`, and passes each ended task to `take`. After each wait, yields the runs taken, sometimes none.
+    """Waits for tasks by `wait`, and passes each ended task to `take`. After each wait, yields the list of runs taken.
 
     Raises:
         UserError: a task failed. Raised only after all other tasks, which may take hours, have ended.

@@ -63,7 +63,7 @@ def table_2_jobs(settings: Params) -> list[Job]:
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
-    """The runs that a study compares; [] for most studies."""
+    """The runs that a study trains and compares; [] for a study that trains none."""
     if (trainings := studies.get(study).trainings) is None:
         return []
     from pipeline.studies.lab import Lab  # imports torch

@@ -38,7 +38,7 @@ def claims() -> dict | None:
 
 
 def dvc_processes() -> list[str]:
-    """The running processes of DVC in this folder, as "`dvc repro` (process 12)". DVC itself cleans up after dead ones."""
+    """The running processes of DVC in this folder, as "`dvc repro` (process 12)". DVC cleans up after dead processes."""
     known = claims() or {}
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
 def restore(folder: Path, affected: list[str], staged: list[str], moving: list[str], back: list[str]) -> None:
     """Resets git's index for `affected`, moves the files `moving` to the folder, and restores the committed files `back`.
 
-    All arguments are paths. The folder also receives the versions of `staged` in the index. A failure undoes everything.
+    All arguments are paths. The folder also receives the files `staged`, as the index has them. A failure undoes everything.
     """
     incoming = folder.with_name(folder.name + INCOMING)
     index, index_before = Path(git.run("rev-parse", "--git-path", "index").rstrip("\n")), incoming / ".index"
@@ -139,7 +139,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Says where an earlier call that was killed has moved files. Removes the copies of committed files that it left."""
+    """Prints where a killed earlier call has moved files. Removes the copies of committed files that the call left."""
     for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -243,7 +243,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost folder above a path that is not `known`, or else the folder of its run, or else the path."""
+    """Returns the first folder down a path that `known` lacks or that holds a run, or else the path itself."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

@@ -16,7 +16,7 @@ from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 in other published data sets
 
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # by group or study; on one thread
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # of a stage on one thread, by group or study
 OTHER_SECONDS = 5  # of any other stage
 
 
@@ -27,7 +27,7 @@ def of_stage(name: str) -> float:
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
-    """A number proportional to a training's time: patches seen × blocks. None if the user's images for it are not here.
+    """A number proportional to a training's time: patches seen × blocks. None if the user's images are needed but absent.
 
     Args:
         data_sha256: digest of the data that a run was trained on. The result is None if the user's images now differ.
@@ -52,7 +52,10 @@ class Estimates:
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """Seconds per unit of `relative_cost`, one per record, ascending, by device (None for all) and key of `_keys`."""
+        """Lists, in ascending order, each record's seconds per unit of `relative_cost`.
+
+        A key is a pair: a device, or None for all devices, and one of a run's `_keys`.
+        """
         paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
             _note(record, paces)

@@ -119,7 +119,7 @@ def parameters(record: RunRecord) -> dict[str, str]:
 
 
 def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[str, str]:
-    """A row of the table: both accuracies, their difference with interval and reading, and the parameters that differ."""
+    """A row of the table: both accuracies, their difference, its interval and verdict, and the parameters that differ."""
     row = {"model": name, "before": cell(old), "after": cell(new)}
     row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not old:
@@ -141,7 +141,7 @@ def accuracies(runs: ResultsBySeed) -> list[float]:
 
 
 def cell(runs: ResultsBySeed) -> str:
-    """Formats accuracies: 97.03 ± 0.15 (3), and the number of diverged runs."""
+    """Formats mean ± standard deviation (runs): 97.03 ± 0.15 (3). Adds the number of diverged runs."""
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"

@@ -33,7 +33,7 @@ MOST_RUNS = 50_000  # MLflow's limit on the results of a search
 
 def name_of(run: "Run") -> str:
     """The name of a training, table_2/osa_qr/0, or of a parent, table_2/osa_qr; "" for a run that we did not create."""
-    return run.data.tags.get("run") or run.data.params.get("run", "")  # a parameter in older stores
+    return run.data.tags.get("run") or run.data.params.get("run", "")  # older stores have the name as a parameter
 
 
 class Experiment:
@@ -69,7 +69,7 @@ class Experiment:
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:
-        """Finds the runs of these families, or of all. Returns them by family, newest first."""
+        """Finds the runs of these families, such as table_2/osa_qr, or of all. Returns them by family, newest first."""
         queries = [""]
         if families is not None:
             pairs = [family.split("/") for family in families]
@@ -103,7 +103,8 @@ class Experiment:
     def write(
         self, run: "Run", tags: Mapping[str, str], values: Sequence[Value] = (), parameters: Mapping[str, str] | None = None
     ) -> None:
-        """Writes metrics, changed parameters and, last, changed tags, so that the next sync repeats an interrupted write."""
+        """Writes metrics and changed parameters, and last the changed tags, which mark a run as up to date. The next sync
+        thus repeats an interrupted write."""
         from mlflow.entities import Metric, Param, RunTag
 
         parameters = parameters or {}

@@ -67,7 +67,7 @@ def artifacts() -> str | None:
 
 def make_settings_ours() -> None:
     """Sets MLflow's environment variables. If the store is a database, first removes the user's variables that are not in
-    KEPT_SETTINGS, also for the server that `make ui` starts. If the store is a server, keeps them all."""
+    KEPT_SETTINGS, so that the server of `make ui` does not inherit them. If the store is a server, keeps all variables."""
     if not address().startswith("http"):
         for name in [
             name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS)

@@ -80,7 +80,7 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
-    """Calls `function`. If the run cannot be read or MLflow refuses it, warns and returns None. Other runs go on."""
+    """Calls `function`. If the run cannot be read or MLflow refuses it, warns and returns None. The sync goes on."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -138,7 +138,7 @@ class Family:
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
                 return False
         tags, metrics, values = _tags(training), training.metrics(), training.values()
-        checksum, self.has_changed = _checksum(training, tags), True  # reads all files before it creates a run
+        checksum, self.has_changed = _checksum(training, tags), True  # all files are read before a run is created
         if is_new := run is None:
             own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
             own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
@@ -187,7 +187,7 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # Skips runs that lack a tag, since the user has deleted it. The next sync restores it.
+            # Skips a run from which the user has deleted a tag. The next sync restores the tag.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -204,8 +204,8 @@ class Family:
             self._attach_report(parent)
 
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2, if runs with the
-        configuration in params.yaml have ended, only they count."""
+        """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2, if any run
+        has the configuration in params.yaml, only ended runs with this configuration count."""
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
         current: set[str] = set()
@@ -217,8 +217,8 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The digests of a Table 2 model's configuration in params.yaml, one per data set. Empty if its runs have only one
-        configuration."""
+        """The digests of a Table 2 model's configuration in params.yaml, one per data set. Empty in other studies, and if
+        the runs have only one configuration."""
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
         if settings is None or variant not in settings.variants:

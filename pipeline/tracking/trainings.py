@@ -87,9 +87,9 @@ class TrackedTraining:
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """The points of the curves, with accuracies in per cent. If a loss is not finite, it and the accuracy are left out.
+        """The points of the curves; accuracies are in per cent. Omits a loss that is not finite, and the accuracy beside it.
 
-        Values come from the history, times from the record. During training, the history may have one more point.
+        Values come from the history, times from the record. During training, the history may be one point ahead.
         """
         values = []
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:

@@ -12,7 +12,8 @@ OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDa
 
 
 def views() -> dict[str, str]:
-    """Returns the views in MLflow's format, by key in their address. If MLflow cannot read a view, it shows its default."""
+    """Returns the views in MLflow's format, by the key that opens them in an address. In place of a view that MLflow cannot
+    read, MLflow shows its default."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]

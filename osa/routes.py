@@ -40,7 +40,7 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # largest ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
-# largest scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used; independent entries give about √(d/2)
+# S itself is used up to this scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F); independent entries give about √(d/2)
 CANCELLATION = 16.0
 # limits of eps · scale · ‖M‖_F²: above the first, iterations continue in float64; above the second, no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3

@@ -57,14 +57,14 @@ def is_transformed() -> bool:
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
-@constant_to_a_trace  # torch.compile would assume that torch's function returns False
+@constant_to_a_trace  # otherwise torch.compile takes `is_in_onnx_export` as False
 def goes_to_onnx() -> bool:
     """True while torch exports a program to ONNX."""
     return torch.onnx.is_in_onnx_export()
 
 
 def known(size: int) -> int:
-    """Returns the size as an int, even in a trace: the length of a range is an int. Each size then gets its own trace."""
+    """Returns the size as an int. `len` makes a trace fix the size, so that each size gets its own trace."""
     return len(range(size))
 
 

@@ -521,7 +521,7 @@ def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
         try:
             status = child.wait(allowed)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)  # also kills the processes of single forms
+            os.killpg(child.pid, 9)  # also kills the processes that the part has started
             child.wait()
             return "out of time"
     return "done" if status == 0 else f"status {status}"

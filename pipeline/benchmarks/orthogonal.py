@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns every layer of width n by map and code. Ours and torch's change the same orthogonal weight by an X ≠ 0."""
+    """Returns the layers of width n by (map, code). Our layers and torch's start from the same weight, moved by an X ≠ 0."""
     generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
     angles = (STD * torch.randn(free, generator=generator)).to(device)
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)

@@ -216,7 +216,7 @@ def has_dvc() -> bool:
 def adopt(settings: Params, no_tracking: bool) -> None:
     """Registers with DVC and MLflow the current runs of Table 2 that DVC does not know, and would train again.
 
-    Such runs were trained by hand, by the commands of `--print`, on another machine, or before a kill.
+    Such runs were trained by hand, by a command of `--print`, or on another machine, or fan_out was killed after they ended.
 
     Raises:
         UserError: `dvc commit` fails.

@@ -204,8 +204,8 @@ class Family:
             self._attach_report(parent)
 
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The ids of the current runs: runs in training, and the newest ended run of each seed. In Table 2, if any run
-        has the configuration in params.yaml, only ended runs with this configuration count."""
+        """The ids of the current runs: all runs in training, and the newest ended run of each seed. In Table 2, an ended
+        run counts only if it has the configuration in params.yaml, unless no run has this configuration."""
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
         current: set[str] = set()

@@ -16,7 +16,7 @@ from osa.kernels.launch import Inputs, ratio_up
 METHODS = ("exact",)
 
 MAX_ENTRIES = 2**31  # most entries that a head may span, as offsets within a head have 32 bits
-MIN_ROWS, MIN_PARTS = 256, 4  # least rows in a part, and least parts in a head: with fewer, three more launches do not pay
+MIN_ROWS, MIN_PARTS = 256, 4  # least rows of a part, and least parts of a head: fewer are not worth three extra launches
 WARPS = {"num_warps": 4, "maxnreg": 255}
 # two such programs fit on a multiprocessor: see the compiler's figures for sm_90 in paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS

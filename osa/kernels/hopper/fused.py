@@ -265,4 +265,4 @@ def backward_kernel(
             apply_backward(
                 p_q, p_k, p_v, p_e, p_grad_q, p_grad_k, p_grad_v, *row_strides, tokens, b_t, b_a2, b_a3, WIDTH, ROWS, STAGES
             )
-            tl.debug_barrier()  # waits before the next head's terms overwrite these
+            tl.debug_barrier()  # all threads have read this head's terms before the next head's terms overwrite them

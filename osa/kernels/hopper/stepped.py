@@ -48,8 +48,8 @@ TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# A program's scratch holds Y, F, A₂, grad G, σ and γ, Zᵀ as two bfloat16 parts, and in bfloat16 the terms t_k and s_k of a
-# step. SPLIT stores each term as two parts. Otherwise the Y_j of all steps follow the terms. Offsets count float32 entries
+# Offsets in a program's scratch, in float32 entries. It holds Y, F, A₂, grad G, (σ, γ), and Zᵀ as two bfloat16 parts; then
+# a step's terms t_k and s_k in bfloat16. With SPLIT, each term has two parts. Without it, the Y_j of all steps come last
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 

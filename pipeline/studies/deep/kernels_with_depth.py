@@ -238,7 +238,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields q and cosines after all blocks of E-SPA with normalised skips from Σ_0 = I, by Eq. 26 and by Eq. 25."""
+    """Yields q and cosines after all blocks of E-SPA with normalised skips, from Eq. 26 and from Eq. 25, for Σ_0 = I."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)

@@ -23,7 +23,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
     steps       the time of each model's training step / ViT's
     attention   the time of a call of Newton–Schulz / QR's
-    calls       the time of a whole call of softmax on a GPU / OSA (exact)'s
+    calls       on GPUs, the time of a whole call of the fastest softmax / OSA (exact)'s
     """
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]

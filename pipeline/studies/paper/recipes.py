@@ -38,7 +38,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """Compares a configuration's models with the paper's. Returns its distance, and whether it is the recipe."""
+    """Compares a configuration's models with the paper's. Returns the configuration's distance, and whether we call it the recipe."""
     models: dict[str, dict[str, Any]] = {}
     for model, values in accuracies.items():
         if values:

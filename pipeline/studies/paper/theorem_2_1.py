@@ -43,7 +43,7 @@ class Settings(Section):
 def measure(settings: Settings, lab: Lab) -> Tables:
     """Measures ‖A − exp(S)‖₂ for every case, method and precision.
 
-    A layer has a row for each head: that of the image with the largest error.
+    A layer has a row for each head, from the image with the largest error.
     """
     rows = []
     for (tokens, width), seed in itertools.product(settings.sizes, settings.seeds):

@@ -70,7 +70,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each method of iteration, S and K; for layers of a model, a row for each image and head as well.
+    """Returns a row for each algorithm, S and K, and in a model's layers also for each image and head.
 
     Args:
         m: ([images, h,] N, 2d_v).

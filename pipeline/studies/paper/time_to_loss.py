@@ -24,8 +24,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each baseline and OSA model: the ratio of epochs, its `least_limit`, and the ratio of seconds on
-    each machine. A machine that has not timed both models gives NaN."""
+    """Returns a row for each OSA model and baseline: the ratio of their epochs, the least limit with which the claim is
+    reproduced, and the ratio of their seconds on each machine. A machine that has not timed both models gives NaN."""
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
     for claim, model in itertools.product(claims, MODELS):

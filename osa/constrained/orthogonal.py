@@ -325,7 +325,7 @@ Views = tuple[Tensor, ...]  # parts of weights, (count, rows, d) each, whose row
 
 @dataclass(frozen=True)
 class Constraint:
-    """Groups of projections of an attention layer. The stacked weights of a group are orthonormal, per head or as a whole."""
+    """Groups of projections of an attention layer. A group's weights, stacked, are orthonormal per head or as a whole."""
 
     groups: tuple[tuple[str, ...], ...]
     per_head: bool = True

@@ -230,8 +230,8 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """Returns the parent of children with these tags, and creates it if absent. In Table 2 a new parent starts now, as
-        MLflow then lists it first when no view is open."""
+        """Returns the parent of children with these tags, and creates it if absent. In Table 2, the start time of a new
+        parent is now, so that MLflow lists it first when no view is open."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}

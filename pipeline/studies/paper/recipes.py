@@ -38,7 +38,13 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """Compares a configuration's models with the paper's. Returns the configuration's distance, and whether we call it the recipe."""
+    """Compares a configuration's models with the paper's.
+
+    Returns:
+        models          each model's accuracy, its difference from the paper's, and whether one more run could be the paper's
+        distance        the root mean square of the differences in log-odds
+        is_the_recipe   whether we call the configuration the recipe
+    """
     models: dict[str, dict[str, Any]] = {}
     for model, values in accuracies.items():
         if values:

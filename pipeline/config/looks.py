@@ -3,14 +3,16 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Colours that colour-blind readers can distinguish. All but the last four are from Okabe and Ito (2008), with INK in place
-# of black; the last four are from Tol (2021).
+# Colour-blind readers can distinguish the colours of PALETTE. The first seven are from Okabe and Ito (2008), with INK in
+# place of black. The last four are from Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
-# Colour in a figure → CSS value that follows the page's light or dark scheme
+# Maps a colour in a figure to a CSS value that follows the page's light or dark scheme.
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # a line this bright has a contrast of 4 on the dark page; WCAG 2.2 (1.4.11) requires 3
+# Minimum luminance of a colour on the dark page. A line with this luminance has a contrast ratio of 4 to the page. WCAG 2.2
+# (1.4.11) requires a ratio of 3.
+LEAST_LUMINANCE = 0.2
 # The models of osa.MODELS. The position of a model determines its look.
 FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
@@ -37,7 +39,7 @@ LINE_WIDTH = 1.6
 STYLE = {
     "svg.hashsalt": "figure_1",  # gives the elements of an SVG the same ids in every run
     "svg.fonttype": "none",  # keeps text as text, for search and screen readers
-    "font.sans-serif": ["DejaVu Sans"],  # its widths determine the layout; HTML pages set another font
+    "font.sans-serif": ["DejaVu Sans"],  # the layout follows the widths of this font; HTML pages set another font
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -60,7 +62,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Look:
-    """Colour and dashes of a model. Dashes are in units of the line width; empty for a solid line."""
+    """Colour and dashes of a model. Dashes are in units of the line width. A solid line has no dashes."""
 
     colour: str
     dashes: tuple[float, ...]
@@ -72,7 +74,10 @@ class Look:
 
 
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
-    """The look of a model or method of attention. Models outside osa.MODELS come after FIXED, in the order of `among`."""
+    """Returns the look of a model or of a method of attention.
+
+    A model outside FIXED gets a position after FIXED, in the order of `among`.
+    """
     name = LOOK_OF_METHOD.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
     place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)

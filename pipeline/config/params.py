@@ -65,7 +65,7 @@ def _is_strange(letter: str) -> bool:
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # is also used in names of stages and folders
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # names of stages and folders contain such a name
 MAX_SEED = 2**31 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
@@ -89,7 +89,8 @@ MNIST_LIKE = ImageFormat(1, 28, 10)
 PublishedSource = Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
 PUBLISHED = dict.fromkeys(get_args(PublishedSource), MNIST_LIKE) | {"cifar10": ImageFormat(3, 32, 10)}
 FIRST_READING = "first"  # default reading of the paper
-USER_FOLDER, DESCRIPTION = "folder", "images.json"  # data.source of the user's images, and the file that describes them
+# The value of data.source for the user's images, and the name of the file that describes these images.
+USER_FOLDER, DESCRIPTION = "folder", "images.json"
 IMAGE_KEYS = ("source", "path", "resize")  # keys under `data` that choose the images
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
 SHARED_SECTIONS = get_args(SharedSection)
@@ -145,7 +146,7 @@ class Data(Section):
 
     @property
     def images(self) -> ImageFormat:
-        """The format of the images. Raises UserError if they are the user's and fetch has not stored them yet."""
+        """The format of the images. Raises UserError if the user's images are not fetched yet."""
         if self.source != USER_FOLDER:
             return PUBLISHED[self.source]
         stored = self.description()
@@ -156,7 +157,7 @@ class Data(Section):
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
-        except UserError:  # absent, or damaged
+        except UserError:  # the description is absent or damaged
             stored = None
         if stored is None or (stored.path, stored.resize) != (self.path, self.resize):
             raise UserError(
@@ -180,8 +181,8 @@ def options(
     Args:
         group: the dataclass, such as `osa.options.Sizes`.
         absent: options that the section does not have.
-        optional: options that the user may omit, to use the library's default; None means all options with a default.
-        limits: for an option, further bounds as a dictionary of `Field`'s keyword arguments.
+        optional: options that the user may omit. The library's default then applies. None means all options with a default.
+        limits: further bounds. Each keyword is the name of an option. Its value holds keyword arguments of `Field`.
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
@@ -200,7 +201,7 @@ BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 # mypy cannot see the attributes of classes that are created at run time; the type Any accepts every attribute.
 ModelKeys: Any = options(
     Sizes,
-    absent=("image_size", "in_channels"),  # follow from the data
+    absent=("image_size", "in_channels"),  # the data determine both options
     optional=("norm_eps",),
     num_classes={"ge": 2, "le": 10**4},
 )
@@ -235,7 +236,11 @@ class Train(Section):
 
 
 class Variant(VariantKeys):
-    """One model. A key is optional if it applies only to some kinds of attention, or to none of the paper's models."""
+    """One model.
+
+    A key of the architecture is optional if `osa.options.Architecture` gives it a default. The keys that this class adds are
+    all optional.
+    """
 
     penalty: Penalty | None = None
     penalty_weight: NonNegativeFloat | None = None
@@ -361,7 +366,8 @@ class Paper(Section):
     link: str
     table_2: dict[Name, float]
     labels: Labels
-    readings: dict[Name, Shared]  # the recipe of Section 5 and Appendix D, with our choices for what both omit
+    # Each reading is the recipe of Section 5 and Appendix D. Our choices supply the details that the paper omits.
+    readings: dict[Name, Shared]
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
 
@@ -393,7 +399,7 @@ def load(path: str | Path = "params.yaml") -> Params:
 
 
 def with_library(raw: Any) -> Any:
-    """Adds the library's models and labels to the content of params.yaml, which takes precedence."""
+    """Adds the library's models and labels to the content of params.yaml. The content of params.yaml takes precedence."""
     if not isinstance(raw, dict):
         return raw  # the schema refuses it
     raw = {"labels": {}} | raw
@@ -413,7 +419,9 @@ def load_paper() -> Paper:
 
 
 def resolve(params: Params, name: str, overrides: Overrides | None = None) -> RunConfig:
-    """The configuration of a variant: the shared sections, with the variant's overrides and then `overrides` applied.
+    """Returns the configuration of a variant.
+
+    The configuration starts from the shared sections. The variant's overrides are applied first, and then `overrides`.
 
     Raises:
         UserError: the variant does not exist, or an override is unknown or impossible.

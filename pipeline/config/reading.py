@@ -54,7 +54,7 @@ def read_yaml(path: str | Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Parses YAML. Cached: the parser is slow, and a page reads the same few files for each study."""
+    """Parses YAML. The result is cached, because the parser is slow and a page reads the same few files for each study."""
     return YAML(typ="safe").load(text)
 
 

@@ -1,7 +1,7 @@
 """Reads and writes record.json, which holds the provenance of a folder of results and the SHA-256 of each file in it.
 
-Every folder of results has a record, of a run or of measurements. The record also holds a digest of its own content. Every
-reader of results first calls `read_record`, which detects any changed byte in the folder.
+Every folder of results has a record. The folder holds either a run or measurements. The record also holds a digest of its
+own content. Every reader of results first calls `read_record`, which detects any changed byte in the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 RECORD = "record.json"
-SHA256 = "sha256"  # the record's key for a digest of its other keys
+SHA256 = "sha256"  # the key of a record that holds a digest of all other keys
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Status = Literal["running", "finished", "diverged"]
@@ -41,10 +41,10 @@ class Environment(Section):
 class Record(Section):
     """The provenance of a folder of results."""
 
-    folder: str  # its path below paper_outputs
+    folder: str  # path of the folder below paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
-    commits: list[str | None] = Field(default_factory=list)  # one for each process, in order; None if unknown
+    commits: list[str | None] = Field(default_factory=list)  # one commit per process, in order; None if unknown
     dirty: bool | None = None  # True if any process ran with uncommitted code or parameters
     settings: dict[str, Any] | None = None  # the study's section of params.yaml
 
@@ -55,7 +55,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The provenance of a run. The curves of the run lie in `folder`, its weights elsewhere."""
+    """The provenance of a run. `folder` holds the curves of the run. The weights are stored in another folder."""
 
     run_key: str
     study: str
@@ -95,7 +95,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements, with digests of its files. `made_by` gives other keys of the record."""
+    """Writes the record of a folder of measurements, with digests of its files. `made_by` gives the other keys."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
     import pandas as pd  # slow to import, and training does not need it
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the repository that contains this file
-DIGITS = 6  # significant digits in files; with another number of threads, later digits change
+# Number of significant digits in files. Later digits of a result depend on the number of threads.
+DIGITS = 6
 
 
 def resolve_user_path(path: str) -> Path:
-    """Finds a user's path here, or else in DVC_ROOT, the original repository if `dvc exp run --temp` runs in a copy."""
+    """Returns a user's path as given if it exists, else the same path in the folder DVC_ROOT.
+
+    `dvc exp run --temp` runs in a copy of the repository. DVC_ROOT is then the original repository.
+    """
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
 
@@ -33,13 +37,13 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     Also removes temporary files that killed processes have left.
 
     Raises:
-        UserError: the file cannot be written, as when the disk is full or the folder read-only.
+        UserError: the file cannot be written, for example because the disk is full or the folder is read-only.
     """
     path = Path(path)
     try:
         try:
             _write(path, data)
-        except (FileNotFoundError, FileExistsError):  # another training of this run has just removed the folder
+        except (FileNotFoundError, FileExistsError):  # another process has just removed the folder
             _write(path, data)
     except OSError as error:
         raise unwritable(path, error) from None

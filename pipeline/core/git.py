@@ -1,7 +1,7 @@
 """Runs git in an environment that does not depend on the user's shell.
 
 Callers use the output formats that git keeps stable for programs (`--porcelain`, `-z`, `cat-file`): no colour, pager or diff
-tool changes them. Apart from SETTINGS, the user's configuration applies, for instance its list of safe folders.
+tool changes them. The user's configuration, such as the list of safe folders, applies to everything except SETTINGS.
 """
 
 import os
@@ -18,14 +18,16 @@ SETTINGS = {
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
 }
-FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # English messages; reading takes no lock, which could block a commit
+# LC_ALL makes git write its messages in English. GIT_OPTIONAL_LOCKS keeps git from taking a lock while it only reads. Such a
+# lock could block a commit.
+FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
 
 
 def run(*arguments: str, folder: Path | None = None, given: list[str] | None = None) -> str:
     """Runs git in `folder` (default: the working directory) and returns its output.
 
     Args:
-        given: strings for git's standard input; a zero byte is written after each.
+        given: strings that git reads from its standard input. Each string is followed by a zero byte.
 
     Raises:
         UserError: git failed; the message includes its output.
@@ -52,7 +54,10 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables for git. Adds FORM, and leaves out GIT_DIR and the like, which may point to another
-    repository. Keeps GIT_CONFIG_*, which locate the user's configuration."""
+    """Returns the environment variables for git.
+
+    The variables of FORM are added. GIT_DIR and similar variables are left out, because they may point to another
+    repository. The variables GIT_CONFIG_* are kept, because they locate the user's configuration.
+    """
     kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     return kept | FORM

@@ -49,8 +49,10 @@ def short_name(environment: dict) -> str:
 
 
 def describe_commit() -> dict:
-    """Returns the current commit, and whether any file that affects results differs from it. Both are None if git is missing
-    or ROOT is not the root of a git repository."""
+    """Returns the current commit, and whether any file that affects results differs from this commit.
+
+    Both values are None if git is missing or ROOT is not the root of a git repository.
+    """
     top = git.ask("rev-parse", "--show-toplevel", folder=ROOT)
     if top is None or Path(top).resolve() != ROOT:
         return {"git_commit": None, "git_dirty": None}
@@ -59,7 +61,7 @@ def describe_commit() -> dict:
 
 
 def committed(path: Path) -> str | None:
-    """The text of a file in the last commit; None if the commit lacks the file, or without git."""
+    """Returns the text of a file in the last commit, or None if the commit lacks the file or git fails."""
     path = path.resolve()
     if not path.is_relative_to(ROOT):
         return None
@@ -67,7 +69,7 @@ def committed(path: Path) -> str | None:
 
 
 def process_seconds() -> float:
-    """Seconds since this process started. Without /proc, returns the CPU time of the process."""
+    """Returns the seconds since this process started. On a system without /proc, returns the process's CPU time."""
     try:
         ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # proc(5): starttime
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -35,10 +35,12 @@ from pipeline.studies import study
 from pipeline.studies.lab import Lab
 from pipeline.training.run import RUNS
 
-PAGES = {"paper": "report", "research": "research", "demonstration": "report"}  # template → name of the file
+# Maps the name of a page to the name of its file.
+PAGES = {"paper": "report", "research": "research", "demonstration": "report"}
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
-QUOTED = {"paper": ("ablations", "harder_data")}  # page → studies of the other page that it quotes
-NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # both have a folder for each page
+# The page `paper` also quotes numbers of these studies, which are shown on the page `research`.
+QUOTED = {"paper": ("ablations", "harder_data")}
+NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # each has one subfolder per page
 NARROW_FIGURES = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # pages that are stages of dvc.yaml
@@ -58,14 +60,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def studies_on(name: str) -> list[str]:
-    """The studies of a page; none for a demonstration."""
+    """The studies of a page. The page `demonstration` has no studies."""
     paper = [each for each in studies.names("paper") if each not in ON_RESEARCH]
     return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
 
 def make_page(name: str, only: str | None = None) -> None:
-    """Writes a page, its numbers and its figures. Raises UserError, before it writes anything, if DVC considers an input out
-    of date."""
+    """Writes a page, its numbers and its figures.
+
+    Raises:
+        UserError: DVC considers an input out of date, or `only` is not a study of the page. Nothing is written then.
+    """
     if only is None:
         check_current(name)
     elif only not in studies_on(name):
@@ -98,7 +103,8 @@ def check_current(*pages: str) -> None:
         UserError: a direct or indirect input was changed.
     """
     stages = [name for name in pages if name in STAGES]
-    if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():  # `dvc repro` has checked already
+    # `dvc repro` sets DVC_STAGE. It has already checked the inputs.
+    if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():
         return
     from dvc.repo import Repo
 
@@ -112,7 +118,7 @@ def check_current(*pages: str) -> None:
 
 
 def common(lab: Lab) -> dict[str, Any]:
-    """Returns the variables that the templates of all pages share. Studies add others."""
+    """Returns the variables that the templates of all pages share. Studies add further variables."""
     trained = table_2.read_records(lab)
     rows = table_2.rows(lab)
     content: dict[str, Any] = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
@@ -129,8 +135,10 @@ def common(lab: Lab) -> dict[str, Any]:
 def write_figure(
     path: Path, of_page: str, sources: list[str], lab: Lab, draw: Callable[[], Figure | None], *, png: bool = False
 ) -> None:
-    """Writes a figure for wide screens, a copy for narrow screens, and, if `png`, a PNG. Writes nothing if `draw` returns
-    None, and calls `draw` only if the inputs have changed."""
+    """Writes a figure for wide screens and a copy for narrow screens. If `png` is true, also writes a PNG.
+
+    Calls `draw` only if the inputs have changed. Writes nothing if `draw` returns None.
+    """
 
     def files_of() -> dict[str, str]:
         if (figure := draw()) is None:
@@ -148,9 +156,9 @@ def write_figure(
 
 
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
-    """Writes a study's figures. Returns its numbers, or {} if it is not measured yet.
+    """Writes a study's figures. Returns the study's numbers, or {} if the study is not measured yet.
 
-    `commits` trained Table 2's runs. Figures that show these runs cite the commits.
+    Table 2's runs were trained with the code of `commits`. Figures that show these runs cite the commits.
     """
     one = studies.get(name)
     settings = studies.settings(name)
@@ -218,7 +226,8 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 def table_sources(of_page: str, *owners: str) -> Markup:
     """Returns a line that links to the numbers in a section's tables, and to the code of the studies."""
-    names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}  # theorem 2.1
+    # theorem_2_1 becomes theorem 2.1
+    names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}
     links = [f"[{name}](numbers/{of_page}/{owner}.json)" for owner, name in names.items()]
     return Markup(f"<small>Numbers: {', '.join(links)} ([code](../{code_of(owners[0]).parent})).</small>")
 

@@ -20,12 +20,13 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# An invisible letter after the raised one returns to the baseline, since not every browser supports baseline-shift.
+# A superscript is shifted up by dy. An invisible letter after the superscript shifts the text back to the baseline. We do
+# not use the attribute baseline-shift, because not every browser supports it.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
 CACHE = Path(".checkpoints/figures")  # cache of drawn figures
 RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
-NARROW_INCHES = 3.6, 2.8  # inches: width of a figure for phones, and maximal height of a panel
+NARROW_INCHES = 3.6, 2.8  # width of a figure for phones, and maximum height of each panel in a stack, in inches
 INVISIBLE = re.compile(  # parts of matplotlib's SVG that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
@@ -35,12 +36,12 @@ DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</
 
 
 def style():
-    """The context for drawing and saving: matplotlib's defaults and STYLE, without the user's matplotlibrc."""
+    """Returns a context for drawing and saving. It applies matplotlib's defaults and STYLE, and ignores matplotlibrc."""
     return matplotlib.style.context(["default", STYLE])
 
 
 def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
-    """Draws Figure 1: for each model a thin line per seed and the median over seeds, with logarithmic losses."""
+    """Draws Figure 1 with logarithmic losses. Each model has a thin line per seed and a thick line for the median."""
     with style():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
@@ -95,14 +96,14 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
 
 
 def cached(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """The files of a figure, from the cache if they were drawn from the same inputs, else from `draw`.
+    """Returns the files of a figure. Takes them from the cache if their inputs have not changed, and calls `draw` otherwise.
 
     Args:
         place: name of the figure in the cache.
         made_of: digest of everything that the figure depends on.
     """
     path = CACHE / f"{place}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, or damaged
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the file is absent or damaged
         found = json.loads(path.read_text(encoding="utf-8"))
         if (found["made_of"], found["sha256"]) == (made_of, files.json_digest(found["files"])):
             return found["files"]
@@ -136,7 +137,10 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """Rewrites a polyline of an SVG in relative steps of tenths of a point, with half the bytes. Keeps other paths."""
+    """Rewrites the path of a polyline in an SVG with relative steps, rounded to tenths of a point.
+
+    The new path has half the bytes. A path that is not a polyline is returned unchanged.
+    """
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]

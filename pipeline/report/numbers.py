@@ -23,7 +23,7 @@ NOTATION = re.compile(
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷, ∞. Shows a missing one as a dash."""
+    """Formats a number with three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷, ∞. A missing number becomes –."""
     if value is None or math.isnan(value):
         return ABSENT
     if math.isinf(value):
@@ -61,7 +61,7 @@ def fixed(value: float, digits: int) -> str:
 
 
 def signed(value: float, digits: int) -> str:
-    """`fixed`, with a sign also before positive numbers."""
+    """Formats a number as `fixed` does, but always with a sign: +0.30."""
     return ABSENT if pd.isna(value) else f"{rounded(value):+z.{digits}f}".replace("-", "−")
 
 
@@ -82,7 +82,11 @@ def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """Formats an interval from `low` to `high`: 96.1 to 97.5. One missing end means infinity, which JSON lacks."""
+    """Formats an interval from `low` to `high`: 96.1 to 97.5.
+
+    If one end is missing, it is shown as infinite, because JSON cannot store infinity. If both ends are missing, the result
+    is a dash.
+    """
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT

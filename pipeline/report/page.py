@@ -20,7 +20,8 @@ from pipeline.report import numbers
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
-MARKS = {  # word → CSS class and mark of its badge; other words have the class "open"
+# Maps a word to the CSS class and the mark of its badge. All other words have the class "open" and the mark "?".
+MARKS = {
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
 }
@@ -102,8 +103,8 @@ def _markdown() -> MarkdownIt:
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
     """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to a colon).
 
-    A paragraph with only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps it to
-    a line that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
+    A paragraph with only an image becomes a figure. `drawings` maps the path of the image to inline SVG. `source` maps the
+    path to a line that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):

@@ -52,10 +52,19 @@ def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
 
 
 def rows(lab: Lab) -> list[dict[str, Any]]:
-    """Returns a row for each model: the paper's test accuracy, and statistics of ours over the runs that start.
+    """Returns a row for each model of Table 2. Accuracies are in per cent.
 
-    A row also has the prediction interval of one more run (if at least three start), the accuracies of the runs that do not
-    start, and a one-sided 95 % lower bound on the share of runs that start.
+    paper             the paper's test accuracy; None if the paper gives none
+    ours              statistics of our test accuracies, over the runs that start
+    accuracies        test accuracies of the runs that start
+    runs              number of runs that are not missing
+    starts_at_least   one-sided 95 % lower bound on the share of runs that start
+    others            test accuracies of the runs that do not start
+    difference        our mean test accuracy minus the paper's
+    one_more_run      prediction interval of one more run; NaN if fewer than three runs start
+    is_within         True if the paper's accuracy lies inside this interval; None if one of the two is unknown
+
+    The keys finished, diverged and missing give the number of runs with this status.
     """
     tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
@@ -83,7 +92,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """The probability that one more run exceeds `level`, if runs are normal; NaN for a single value."""
+    """The probability that one more run exceeds `level`, if runs are normally distributed; NaN for a single value."""
     estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 minus the mean
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
@@ -91,9 +100,11 @@ def share_above(values: Sequence[float], level: float) -> float:
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Compares the paper's accuracies with ours.
 
-    `inside` counts the models whose accuracy in the paper lies inside our prediction interval, and `below` the models whose
-    mean accuracy here lies below the paper's. `widest` is the width of the widest interval. `p` is the two-sided p-value, by
-    Stouffer's method, of the hypothesis that each of the paper's accuracies is one more run.
+    models   number of models with an accuracy in the paper and a prediction interval
+    inside   number of these models whose accuracy in the paper lies inside our prediction interval
+    below    number of these models whose mean accuracy here lies below the paper's
+    p        two-sided p-value, by Stouffer's method, of the hypothesis that each of the paper's accuracies is one more run
+    widest   width of the widest prediction interval
     """
     judged = [row for row in rows if row["is_within"] is not None]
     widths = [row["one_more_run"]["high"] - row["one_more_run"]["low"] for row in judged]
@@ -128,8 +139,12 @@ def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
 
 
 def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """Returns the smallest and largest number of parameters of Table 2's models. Also lists each kind of machine, with the
-    seeds that it trained and the minutes of its shortest and longest run."""
+    """Returns the cost of Table 2's runs.
+
+    parameters   minimum and maximum number of parameters of a model
+    machines     a row for each kind of machine: its name, the seeds that it trained, and the minutes of its shortest run
+                 (`least`) and of its longest run (`most`)
+    """
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
         machines[provenance.short_name(record.environment.model_dump())].append((seed, record.seconds / 60))
@@ -144,7 +159,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """Returns the number of runs, the hours in total and the variants by machine, for Table 2 and each study that trains."""
+    """Returns the number of runs, the total hours and the variants per machine, for Table 2 and each study that trains."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}

@@ -2,7 +2,8 @@
 
 Writes a file for each run under paper_outputs/evaluations. It holds loss, accuracy, calibration error, per-class accuracy,
 confusion matrix and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the
-theorems. Git tracks the files. To add a run, one therefore needs neither the weights nor a new evaluation of the others.
+theorems. Git tracks the files. A run can therefore be added without the weights of the other runs, and without evaluating
+them again.
 
 `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so
 `mistakes` determines every prediction in a tenth of the space of a full list.
@@ -33,7 +34,9 @@ from pipeline.training.run import Run
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # number of test images for measuring the attention
-TOLERANCE_IMAGES = 5  # number of images whose prediction rounding may change between training and evaluation
+# Rounding may change the predictions of a few images. This is the maximum difference between the test accuracies in training
+# and in evaluation, as a number of images.
+TOLERANCE_IMAGES = 5
 
 
 @entry_point
@@ -126,7 +129,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 @torch.no_grad()
 def layer_table(model: VisionTransformer, images: torch.Tensor) -> pd.DataFrame:
-    """A row for each layer and head of orthogonal attention (see `head_statistics`); empty for other models."""
+    """Returns a row for each layer and head of orthogonal attention (see `head_statistics`). Other models have no rows."""
     tables = [
         head_statistics(number, attention, x)
         for number, (attention, x) in enumerate(measures.attention_inputs(model, images))
@@ -139,11 +142,11 @@ def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor
     """Measures the quantities of the theorems, for each head of a layer with the input x (images, N, d).
 
     alpha                    α of Eq. 5
-    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1), A by the model's method; maximum and median over the images
+    error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1) for the model's method: maximum and median over the images
     exp_error_max, _median   ‖A − exp(S)‖₂ (Theorem 2.1)
     norm_max, _median        ‖S‖₂
-    size_max                 μ = |α|/√d_v · ‖M‖₂²; the rounding error of "exact" grows with μ
-    condition_median         condition number of M = [Q, K]
+    size_max                 μ = |α|/√d_v · ‖M‖₂² for M = [Q, K]; the rounding error of "exact" grows with μ
+    condition_median         condition number of M
     weight_kappa             κ(W̃) (Theorem 4.2)
     jacobian_kappa           κ(J) of the first head on the first image (Theorem 4.4); NaN for other heads
     layer_kappa              κ(Σᵢ W^Vᵢ W^Oᵢ), the same for all heads of a layer

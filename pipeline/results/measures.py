@@ -20,13 +20,15 @@ from osa.vit import VisionTransformer
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # number of images for measuring a layer
-PRODUCTS_OF_PHI1 = 32  # φ₁ takes 20 to 60 matrix products, each with a typical error of √n · eps: 32 n · eps suffices
+# The function φ₁ takes 20 to 60 matrix products. Each product has a typical error of √n · eps. A tolerance of 32 n · eps is
+# therefore sufficient.
+PRODUCTS_OF_PHI1 = 32
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
     """Returns 32 n · eps, a tolerance for the relative error of successive matrix products of inner dimension n = `length`.
 
-    One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and of √n · eps typically.
+    One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5). A typical error is √n · eps.
     """
     return PRODUCTS_OF_PHI1 * length * torch.finfo(dtype).eps
 
@@ -72,7 +74,7 @@ def matrix_with_condition(tokens: int, width: int, condition: float, *, generato
 
 
 def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
-    """Returns the scale, a scalar tensor, for which the S of this query and key has ‖S‖₂ = `skew_norm`."""
+    """Returns the scale for which the matrix S of `query` and `key` has ‖S‖₂ = `skew_norm`. The scale is a scalar tensor."""
     return skew_norm / norm(skew(query, key, 1.0))
 
 
@@ -112,7 +114,7 @@ def condition(singular_values: Tensor, rank: int) -> float:
 
 
 def weight_condition(w_query: Tensor, w_key: Tensor) -> float:
-    """κ(W̃) of a head (Theorem 4.2): the ratio of the largest to the smallest of its 2d_v nonzero singular values."""
+    """κ(W̃) of a head (Theorem 4.2), the ratio of the largest to the smallest of the 2d_v nonzero singular values of W̃."""
     values = torch.linalg.svdvals(query_key_product(w_query.double(), w_key.double()))
     return condition(values, rank=2 * w_query.shape[-1])
 
@@ -155,7 +157,7 @@ def power_iteration(
 ) -> tuple[Tensor, Tensor]:
     """Iterates v ← JᵀJ v/‖v‖ from `start`. Returns the last J v/‖v‖ and JᵀJ v/‖v‖; their norms tend to ‖J‖₂ and ‖J‖₂².
 
-    Matrix-free: Jᵀu is a backward pass through f at X, and J v is a backward pass through Jᵀu.
+    The matrix J is never formed. Jᵀu is a backward pass through f at X, and J v is a backward pass through Jᵀu.
     """
     x = x.detach().requires_grad_()
     y = function(x)

@@ -45,8 +45,12 @@ def accuracy(metrics: dict) -> float:
 
 
 def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFrame]:
-    """Returns tables of named runs. `runs` has a row for each run, even if it is missing. `histories` has a row for each
-    point of the existing runs. `watched` has the rows of watched.csv, and is absent if no run has this file."""
+    """Returns tables of named runs.
+
+    runs        a row for each run, even if the run is missing
+    histories   a row for each point of the curves of the existing runs
+    watched     the rows of watched.csv of the existing runs; this table is absent if no run has the file
+    """
     import pandas as pd
 
     rows, histories, watched = [], [], []

@@ -107,7 +107,7 @@ def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
 
 def as_table(name: str, value: Any) -> pd.DataFrame:
     """Converts `value`, which evaluation.json holds under the key `name`, to a table."""
-    if name == "confusion":  # counts (classes, classes): a row for each pair of label and prediction
+    if name == "confusion":  # the table has a row for each pair of label and prediction
         counts = np.array(value)
         label, prediction = np.indices(counts.shape)
         return pd.DataFrame({"label": label.ravel(), "prediction": prediction.ravel(), "count": counts.ravel()})
@@ -117,7 +117,7 @@ def as_table(name: str, value: Any) -> pd.DataFrame:
 
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
-    """Returns a row for each run, with test loss and accuracy from the evaluation; for a diverged run they are NaN."""
+    """Returns a row for each run, with test loss and accuracy from the evaluation. A run that did not finish has NaN."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # integers even if a run has no value
@@ -170,7 +170,7 @@ def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
 
 
 def for_dvc_metrics(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Returns each variant's test accuracy for `dvc metrics`: mean and standard deviation in per cent, and n, the runs."""
+    """Returns each variant's test accuracy for `dvc metrics`: its mean and sd in per cent, and the number of runs n."""
     found = {}
     for row in summary.to_dict("records"):
         mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]

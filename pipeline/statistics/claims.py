@@ -50,7 +50,7 @@ class Results:
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
-        """The existing runs of a name, or only the runs with this status."""
+        """Returns the existing runs with this name. If `status` is given, returns only the runs with this status."""
         runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
         return runs if status is None else runs[runs["status"] == status]
 
@@ -110,7 +110,10 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 
 @dataclass(frozen=True)
 class Declared:
-    """The paper's accuracies and our standard deviations, by model. They are declared before the runs, to compute power."""
+    """The paper's accuracies and our standard deviations, by model.
+
+    Both are declared before the runs are trained. The power of a test is computed from them.
+    """
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +132,10 @@ NOTHING = Declared()
 
 
 class Claim(Section):
-    """A sentence, its place in the paper, and its rule. A prediction also says, before its runs, what it expects and why."""
+    """A sentence, its place in the paper, and the rule that judges it.
+
+    A prediction also states what it expects, and why. Both are written before its runs are trained.
+    """
 
     sentence: str
     place: str
@@ -161,7 +167,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """The first model's test accuracy is above the second's, or less than a margin (percentage points) below it."""
+    """The first model's test accuracy is higher than the second model's test accuracy minus a margin (percentage points)."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -197,8 +203,9 @@ class Loss(Comparison):
 class Speed(Comparison):
     """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
 
-    The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part
-    of training, a fraction `of_training` of it. A run that never reaches the target takes infinitely many epochs.
+    The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part of
+    training. `of_training` is the length of this part, as a fraction of the training. A run that never reaches the target
+    takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -221,8 +228,8 @@ class Speed(Comparison):
 class Contrast(Claim):
     """A contrast of mean test accuracies is above 0.
 
-    drops: in a chain of three models, accuracy falls more from the second to the third than from the first to the second.
-    gap: accuracy differs more between the first two models than between the last two.
+    drops   three models: accuracy falls more from the second to the third model than from the first to the second
+    gap     four models: the first model is ahead of the second by more than the third model is ahead of the fourth
     """
 
     kind: Literal["drops", "gap"]
@@ -263,7 +270,10 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More (or fewer) than `share` of each model's runs train: their last train loss is below half the loss of a guess."""
+    """More than `share` of each model's runs train, or fewer than `share` if `side` is "below".
+
+    A run trains if its last train loss is below half the loss of a guess.
+    """
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -305,7 +315,7 @@ class Spreads(Section):
 
 
 class ClaimsFile(Section):
-    """The content of a claims.yaml: the key `spreads`; every other key is the name of a claim."""
+    """The content of a claims.yaml. Every key except `spreads` is the name of a claim."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[Name, AnyClaim]
@@ -349,7 +359,10 @@ def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """The geometric mean, over runs, of the lowest train loss in the first part of training; NaN without runs."""
+    """Returns the geometric mean, over runs, of the lowest train loss in the first part of training.
+
+    The first part is the fraction `of_training` of the epochs. Returns NaN if there are no runs.
+    """
     lowest = []
     for curve in curves:
         epochs, losses = _points(curve)

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-CONFIDENCE = 0.95  # of the intervals in tables
-LEAST_RUNS = 3  # fewest runs for a prediction interval
+CONFIDENCE = 0.95  # confidence level of the intervals in tables
+LEAST_RUNS = 3  # minimum number of runs for a prediction interval
 UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom, if the spread is unknown
 Values = Sequence[float] | NDArray
 Samples = Sequence[Values]
@@ -24,7 +24,7 @@ Interval = tuple[float, float]
 class Summary:
     """Statistics of n values: mean, standard deviation (ddof 1), confidence interval of the mean (`low`, `high`) and range.
 
-    If n = 0, all are NaN; if n = 1, only `std`, `low` and `high`.
+    If n = 0, all statistics are NaN. If n = 1, `std`, `low` and `high` are NaN.
     """
 
     n: int
@@ -54,8 +54,11 @@ def quantile(confidence: float, df: float) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Σ wᵢ · mean(sampleᵢ), with its standard error and Welch's (or the pooled) degrees of freedom. Both are NaN if the
-    spread is unknown: a sample has only one value, or all samples are constant."""
+    """Σ wᵢ · mean(sampleᵢ), with its standard error and Welch's (or the pooled) degrees of freedom.
+
+    The standard error and the degrees of freedom are NaN if the spread is unknown. The spread is unknown if all samples are
+    constant. It is also unknown if a sample has only one value, unless all samples are assumed to have the same spread.
+    """
 
     value: float
     standard_error: float
@@ -121,7 +124,10 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
 
 def one_more_run(values: Values) -> Interval:
-    """The prediction interval of one more run, if runs are normal: mean ± t s √(1 + 1/n). (NaN, NaN) for a single value."""
+    """Returns the prediction interval of one more run, mean ± t s √(1 + 1/n), if runs are normally distributed.
+
+    Returns (NaN, NaN) for a single value.
+    """
     low, high = t_interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 

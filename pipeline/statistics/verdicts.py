@@ -5,24 +5,25 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
     a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
                                     estimate is Hodges and Lehmann's: the median of all differences between a run of the
                                     first and a run of the second model. The bounds are the differences at which the test's
-                                    decision changes (five runs against five: the 5th smallest and the 5th largest of 25)
+                                    decision changes. With five runs per model, they are the 5th smallest and the 5th
+                                    largest of 25 differences
     a ratio of two models           the same test, on logarithms. A run that never reaches the target takes infinitely many
                                     epochs; two infinite values tie
-    a contrast of three or four     Welch's t: with three to five runs per model, no rank test can decide
+    a contrast of 3 or 4 models     Welch's t: with three to five runs per model, no rank test can decide
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
 
     reproduced              the test of the claim has p ≤ 5 %
     contradicted            the test of the opposite has p ≤ 5 %
     open, same direction    neither test has p ≤ 5 %; the estimate lies on the claim's side of the limit
     open, other direction   neither test has p ≤ 5 %; the estimate does not lie on the claim's side
-    not testable here       replaces "open" if the test's power at the paper's effect, with spreads declared before the runs,
-                            is below one half
+    not testable here       replaces "open" if the power of the test is below one half. The power is that at the paper's
+                            effect, with spreads that were declared before the runs
     not trained             a model has no run
 
-A rank test ranks a failed run last, whatever its value, so that one failure counts but does not hide the other runs. A
+A rank test ranks a failed run last, whatever its value. One failure therefore counts, but does not hide the other runs. A
 diverged run counts as a guess. A run fails to start if it diverges, or if its mean train loss at the first point in the
 second half of training is above log(classes) − 0.1. Tables show the number of runs that start, and the mean of these runs. A
-target loss comes from the second model's runs that start. Verdicts on differences and contrasts use all runs.
+target loss is computed from the second model's runs that start. Verdicts on differences and contrasts use all runs.
 """
 
 import functools
@@ -47,7 +48,9 @@ LEAST_POWER = 0.5
 MARGIN_OF_A_START = 0.1  # nats below the loss of a guess
 SIMULATED = 10_000  # number of simulated experiments per estimate of power
 TIE_DECIMALS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
-ROUNDING = 1e-12  # tolerance of a p-value: if three runs all exceed three others, p is exactly 1/20
+# Tolerance for comparing a p-value with LEVEL. If all three runs of one model exceed all three runs of another, p is exactly
+# 1/20.
+ROUNDING = 1e-12
 _WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # from best to worst
 
 
@@ -55,9 +58,13 @@ _WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # from 
 class Verdict:
     """The verdict on one comparison.
 
-    `low` to `high` is the two-sided 90 % interval. Its ends are the one-sided 95 % bounds, infinite if there are too few
-    runs. `p` is the one-sided p-value of the claim, `n` the size of the smallest sample, and `power` the test's power at the
-    paper's effect, NaN if unknown.
+    word        one of WORDS
+    low, high   ends of the two-sided 90 % interval, which are the one-sided 95 % bounds; infinite if there are too few runs
+    p           one-sided p-value of the claim
+    n           size of the smallest sample
+    limit       limit of the claim; the margin if `side` is "within"
+    side        side of the limit on which the claim puts the number: above, below or within
+    power       the test's power at the paper's effect; NaN if unknown
     """
 
     word: str
@@ -99,7 +106,7 @@ def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "abo
 
 def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
     """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are ≥ 0, or infinite."""
-    with np.errstate(divide="ignore"):  # 0 epochs, if the first point already has the target loss
+    with np.errstate(divide="ignore"):  # a run takes 0 epochs if its first point already has the target loss
         logs = np.log(first), np.log(second)
     verdict = judge(*logs, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
@@ -200,7 +207,7 @@ def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
 
     U is the number of pairs in which the first run is larger, for n and m runs from the same distribution.
     """
-    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # index U = rank sum − its minimum
+    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # the index is U, the rank sum − its minimum
     return int((np.cumsum(ways) / ways.sum() <= level + ROUNDING).sum())
 
 
@@ -216,14 +223,14 @@ def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int
 
 
 def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequence[float], sizes: Sequence[int]) -> float:
-    """The power of `judge_contrast`, from the noncentral t distribution. The true contrast lies `distance` from the limit;
-    `spreads` are standard deviations, `sizes` numbers of runs."""
+    """The power of `judge_contrast`, from the noncentral t distribution. The true contrast lies `distance` from the limit.
+    `spreads` holds each model's standard deviation, and `sizes` holds each model's number of runs."""
     estimate = Estimate.of_spreads(0.0, weights, [spread**2 for spread in spreads], sizes)
     return float(1 - nctdtr(estimate.df, distance / estimate.standard_error, quantile(TWO_SIDED, estimate.df)))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values, by name. Rejecting each hypothesis with one ≤ 5 % keeps the family-wise error at 5 %."""
+    """Holm's adjusted p-values, by name. Rejecting hypotheses with an adjusted p ≤ 5 % keeps the family-wise error ≤ 5 %."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

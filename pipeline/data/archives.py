@@ -16,7 +16,8 @@ UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information",
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # raised for a damaged archive
 UNIX = (3, 19)  # values of `create_system` in a zip for Unix and macOS, where a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
-Member = tuple[str, int, Callable[[], bytes] | None]  # name, size, function that reads the file; None for links and devices
+# A member's name, its size, and a function that reads the file. In place of the function, links and devices have None.
+Member = tuple[str, int, Callable[[], bytes] | None]
 
 
 def members(path: Path) -> Iterator[Member]:
@@ -44,7 +45,7 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """Yields the members of an archive. If members share a name, it yields only the last, which unpacking would keep."""
+    """Yields the members of an archive. If several have the same name, yields only the last, which unpacking would keep."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -77,7 +78,7 @@ def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """The last entry of each name, in the order of the archive: a compressed archive is fastest to read in order."""
+    """Returns the last entry of each name, in the order of the archive. A compressed archive is fastest to read in order."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file

@@ -1,10 +1,11 @@
 """Fetches a data set as four verified files in data/SOURCE.
 
-Writes their digest, which records also hold, to paper_outputs/data/SOURCE.txt.
+The command also writes the digest of the data set to paper_outputs/data/SOURCE.txt. Records of runs hold the same digest.
 
-The data set is `data.source` in params.yaml, or the command names another: `python -m pipeline fetch kmnist`. MNIST,
-Fashion-MNIST, KMNIST and CIFAR-10 come from the first mirror that works. OSA_MNIST_MIRROR etc. name a folder or URL to try
-before the mirrors. `sample` and `folder` need no network: sample.py and images.py create them.
+By default, the data set is `data.source` in params.yaml. The command can name another: `python -m pipeline fetch kmnist`.
+MNIST, Fashion-MNIST, KMNIST and CIFAR-10 come from the first mirror that works. An environment variable such as
+OSA_MNIST_MIRROR names a folder or URL to try before the mirrors. `sample` and `folder` need no network: sample.py and
+images.py create them.
 """
 
 import base64
@@ -35,8 +36,8 @@ FILES = {  # MNIST's files and their SHA-256; for the other data sets torchvisio
 }
 MIRROR_VARIABLE = "OSA_{}_MIRROR"
 MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # sizes of the downloads
-TIMEOUT_SECONDS = 20  # longest wait for the next byte
-LARGEST_BYTES = 2**28  # largest download allowed; CIFAR-10's is 2**27.3
+TIMEOUT_SECONDS = 20  # maximum wait for the next byte
+LARGEST_BYTES = 2**28  # maximum size of a download; CIFAR-10 has 2**27.3 bytes
 
 
 @entry_point

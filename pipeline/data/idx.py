@@ -1,7 +1,7 @@
 """Loads a data set: checks the four files that the fetch stage wrote, and puts their bytes on the device.
 
-Published data sets are gzipped IDX files. The user's images are memory-mapped NumPy files (.npy), so that only parts in use
-are read. An IDX file (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") begins with a header of
+Published data sets are gzipped IDX files. The user's images are memory-mapped NumPy files (.npy), so that only the parts in
+use are read. An IDX file (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") begins with a header of
 big-endian 32-bit words: the magic number 0x0800 + (number of dimensions), then each dimension. The array follows, as
 unsigned bytes in C order.
 """
@@ -27,17 +27,18 @@ from pipeline.core.errors import UserError
 if TYPE_CHECKING:
     import torch  # slow to import, and fetching or comparing data does not need it
 
-IDX_IMAGES, IDX_LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # for the splits train and t10k
+IDX_IMAGES, IDX_LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # {} is the split: train or t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"
-LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))  # of stored labels: for up to 256 classes, and for more
+# Types of stored labels: uint8 for up to 256 classes, uint16 for more
+LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))
 
 
 @dataclass(frozen=True)
 class Images:
     """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of their 256 levels, on one device.
 
-    Indexing, slicing and `split` look up the value of each level and return float32 images. These have the same bits
-    as if all images had been scaled beforehand, which would take four times the memory.
+    Indexing, slicing and `split` look up the value of each level and return float32 images. The result has the same bits
+    as if all images had been scaled beforehand. Scaling them beforehand would take four times the memory.
     """
 
     pixels: torch.Tensor
@@ -109,8 +110,13 @@ def folder(source: str) -> Path:
 def read_data(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> DataSet:
     """Reads the data set onto `device`.
 
-    `pixel_scaling` maps a level x of 0…255 to x / 255 ("unit"), to 2 x / 255 - 1 ("half") or to (x - mean) / std over
-    all pixels of all training images ("standard"); test images get the same map.
+    `pixel_scaling` maps each level x of 0…255 to a value:
+
+        "unit"       x / 255
+        "half"       2 x / 255 - 1
+        "standard"   (x - mean) / std, where mean and std are taken over all pixels of all training images
+
+    The test images are scaled like the training images.
 
     Raises:
         UserError: a file is missing or corrupted, the scaling is unknown, or a GPU has too little memory.
@@ -145,7 +151,7 @@ def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
     """The SHA-256 of the bytes of a data set: train images, train labels, test images and test labels, one after another.
 
     Args:
-        num_own_classes: number of classes of the user's images, if their description is not written yet.
+        num_own_classes: number of classes of the user's images. Needed only if their description is not written yet.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
@@ -158,7 +164,7 @@ def _digest(arrays: list[np.ndarray]) -> str:
 
 
 def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
-    """The float32 value of each of the 256 levels, rounded once from float64."""
+    """Returns the float32 value of each of the 256 levels. The values are computed in float64 and rounded once."""
     levels = np.arange(256, dtype=np.float64)
     if pixel_scaling == "unit":
         levels /= 255
@@ -179,7 +185,10 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _histogram(images: np.ndarray) -> np.ndarray:
-    """Counts the pixels of each level, (256,). Takes 2²⁰ at a time to save memory: `bincount` converts pixels to 64 bits."""
+    """Returns the number of pixels of each level, (256,).
+
+    `bincount` converts pixels to 64 bits. To save memory, it gets at most 2²⁰ pixels at a time.
+    """
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
     for start in range(0, len(pixels), 2**20):
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
@@ -187,7 +196,9 @@ def _histogram(images: np.ndarray) -> np.ndarray:
 
 
 def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
-    """Writes an array in NumPy's format, part by part since it may exceed the memory. A failure leaves no partial file.
+    """Writes an array in NumPy's format. A failure leaves no partial file.
+
+    The array may exceed the memory. It is therefore written part by part.
 
     Raises:
         UserError: the file cannot be written, as when the disk is full.

@@ -2,8 +2,8 @@
 
 Images lie in train/CLASS/ and test/CLASS/, as for torchvision's ImageFolder, in any format that Pillow reads. An image is
 stored as a viewer shows it, with its EXIF orientation and colour profile applied. Images that are not square, have more than
-8 bits or are transparent are refused. The common size and mode are known only after all images are decoded, so a temporary
-file, not memory, holds the pixels until then.
+8 bits or are transparent are refused. The common size and mode are known only after all images are decoded. Until then, the
+pixels are in a temporary file, since they may exceed the memory.
 """
 
 import hashlib
@@ -30,21 +30,23 @@ from pipeline.data import archives, idx
 SPLITS = {"train": "train", "test": "t10k"}  # split → its name in the stored files
 WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # some programs keep the backslashes in the names of a Windows zip
 MAX_CLASSES = 1000
-LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # limits: bytes of one file, and bytes of all pixels
-HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")  # bytes of a HEIC file from the fifth on (ISO/IEC 23008-12)
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # maximum number of bytes of one file, and of all pixels
+# A HEIC file begins with four other bytes, and then one of these (ISO/IEC 23008-12).
+HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
-Decoded = tuple[str, int, int]  # an image's mode, its size, and the offset of its pixels in `spool`
+Decoded = tuple[str, int, int]  # an image's mode, its size, and the offset of its pixels in the temporary file
 
 
 def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
     All images are resized (bilinear) to one size: `data.resize`, or else the most common size. They are stored as grey if
-    all pixels are grey, else in colour. Each split takes one image of each class in turn, so that every part of the split is
-    balanced.
+    all pixels are grey, else in colour. In each split, the classes take turns, as `in_turns` describes. Every part of a
+    split is therefore balanced.
 
     Raises:
-        UserError: `data.path` cannot be read, has another layout, or holds an unusable image.
+        UserError: `data.path` cannot be read, does not have the folders train/CLASS/ and test/CLASS/, or holds an unusable
+            image.
     """
     if wanted.path is None:
         raise UserError("params.yaml has no data.path: write there where the folder or archive of your images lies.")
@@ -63,7 +65,8 @@ def convert(wanted: params.Data, out: Path) -> None:
             print(f"{others} of {len(images)} images are resized to {size} x {size}.")
         if num_grey and mode == "RGB":
             print(f"{num_grey} of {len(images)} images are grey, and stored in colour as the others are.")
-        (out / params.DESCRIPTION).unlink(missing_ok=True)  # removed first and written last, it marks a complete folder
+        # The description marks a complete folder. It is therefore removed first and written last.
+        (out / params.DESCRIPTION).unlink(missing_ok=True)
         digests = {split: store_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
     if shared := sum(each in known for each in digests["test"]):
@@ -99,8 +102,13 @@ def store_split(
 
 
 def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter[int]]:
-    """Decodes the images under train/ and test/, and writes their pixels to `spool`. Also counts the images of each size."""
-    most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)  # half, as the pixels are stored a second time
+    """Decodes the images under train/ and test/, and writes their pixels to `spool`.
+
+    Returns:
+        The decoded images, and the number of images of each original size.
+    """
+    # The pixels are stored twice, first in `spool` and later in the data set. They may take half of the free disk space.
+    most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)
     images: dict[ImagePath, Decoded] = {}
     sizes: Counter[int] = Counter()
     roots, num_bytes = set(), 0
@@ -163,7 +171,7 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # Pillow's limit on pixels
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # raised above Pillow's limit on pixels
             with Image.open(io.BytesIO(content)) as image:
                 if problem := problem_of(image):
                     raise UserError(f"{where} has {problem}.")
@@ -195,7 +203,8 @@ def as_seen(image: Image.Image) -> Image.Image:
     image, content = ImageOps.exif_transpose(image), image.info.get("icc_profile")
     if content:
         profile = ImageCms.ImageCmsProfile(io.BytesIO(content))
-        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):  # else viewers ignore it
+        # Viewers ignore a profile whose colour space is not the image's.
+        if profile.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):
             image = ImageCms.profileToProfile(image, profile, ImageCms.createProfile("sRGB"), outputMode="RGB") or image
     image = image.convert(mode)
     red, *others = image.split()

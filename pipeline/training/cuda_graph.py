@@ -5,19 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # steps to run first: libraries then choose kernels and allocate memory before the recording
+# Number of steps before the recording. In these steps, libraries choose their kernels and allocate memory.
+WARM_UP = 3
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class GraphedStep:
-    """Replays `step(images, labels)` for batches of one size. The constructor checks a replay against the step itself.
+    """Replays `step(images, labels)` for batches of one size. The constructor compares a replay with the step itself.
 
-    A graph always uses the same addresses: each batch is copied into the recorded batch, and each replay overwrites the
-    previous outputs. Recording changes the model and the optimisers, so the constructor then restores them in place.
+    A graph always uses the same memory addresses. Each batch is therefore copied into the recorded batch, and each replay
+    overwrites the previous outputs. Recording changes the model and the optimisers. The constructor restores them in place.
 
     Raises:
-        RuntimeError: the step cannot be recorded, or its replay differs. Model and optimisers are restored.
+        RuntimeError: the step cannot be recorded, or its replay differs. Both the model and the optimisers are restored.
     """
 
     def __init__(
@@ -45,8 +46,13 @@ class GraphedStep:
 
 
 def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], None], tuple[Tensor, ...]]:
-    """Records the kernels that `function` launches. Returns the replay, and the outputs that each replay overwrites."""
-    stream = torch.cuda.Stream()  # for warm-up and recording: libraries set themselves up once per stream
+    """Records the kernels that `function` launches.
+
+    Returns:
+        A function that replays the kernels, and the output tensors. Each replay overwrites the output tensors.
+    """
+    # Warm-up and recording use the same stream, since libraries initialise themselves once per stream.
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):
@@ -74,7 +80,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copies the tensors back in place. Optimiser state that did not exist before becomes 0, its initial value."""
+        """Copies the tensors back in place. Optimiser state that the copy lacks becomes 0, its initial value."""
         for key, tensor in self._tensors().items():
             tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
 

@@ -25,15 +25,16 @@ from pipeline.data import idx
 from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
-PERTURBATION = 1e-6  # relative size, about ten times float32's rounding error
-EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}  # images: 100 fit a CPU's cache, 2000 save launches on a GPU
+PERTURBATION = 1e-6  # relative change of a weight, about ten times float32's rounding error
+# Number of images per batch of an evaluation: 100 fit into a CPU's cache, and 2000 save kernel launches on a GPU
+EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 
 
 def configure_torch() -> None:
     """Configures torch so that a seed gives the same bits in every run on one machine, and large CPU tensors use huge pages.
 
-    Huge pages save time and change no bit; `THP_MEM_ALLOC_ENABLE=0` turns them off. Call this function before torch
-    allocates memory for the first time, as torch then reads this variable.
+    Huge pages save time and change no bit. The environment variable THP_MEM_ALLOC_ENABLE=0 turns them off. Torch reads this
+    variable when it first allocates memory. Therefore call this function before any other function of torch.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -53,7 +54,8 @@ def random_stream(seed: int, name: str) -> Generator:
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     """Builds the configured model. It is initialised on the CPU, so that every device starts from the same weights.
 
-    If `train.perturbation` is not 0, each weight is multiplied by 1 + PERTURBATION · N(0, 1), drawn from a separate stream.
+    If `train.perturbation` is not 0, each weight is multiplied by 1 + PERTURBATION · z. The numbers z ~ N(0, 1) come from a
+    separate random stream.
 
     Raises:
         UserError: the model cannot be built.
@@ -61,7 +63,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     try:
         config.check_images()
         model = osa.models.build_vit(config.options, generator=random_stream(seed, "init"))
-    except ValueError as error:  # limits that only layers check, such as too few blocks to shape an activation
+    except ValueError as error:  # some limits are checked only by layers, such as the minimum number of blocks
         raise UserError(f"there is no such model: {error}.") from None
     if draw := config.train.perturbation:
         generator = random_stream(seed, f"perturbation/{draw}")
@@ -76,12 +78,12 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
     """Creates AdamW, and Muon too if `train.optimizer` is "muon".
 
-    Muon then updates the weight matrices of the blocks, and AdamW the embeddings, the head, biases, norms and alpha. Muon's
-    update is scaled to a root mean square of 0.2 times the learning rate, as AdamW's update typically has (Liu et al. 2025,
-    "Muon is scalable for LLM training", Section 2.2). Both can then share a learning rate and a weight decay.
+    Muon then updates the weight matrices of the blocks. AdamW updates the embeddings, the head, biases, norms and alpha.
+    Muon's update is scaled to a root mean square of 0.2 times the learning rate, which is typical of AdamW's update (Liu et
+    al. 2025, "Muon is scalable for LLM training", Section 2.2). Both can then use the same learning rate and weight decay.
 
-    Weight decay applies to every parameter if `train.decay_all`, else to matrices only. It never applies to the parameters
-    of a parametrisation, where it would pull an orthogonal weight back to its initial value.
+    If `train.decay_all` is true, weight decay applies to every parameter. Otherwise it applies only to matrices. It never
+    applies to the parameters of a parametrisation. There, it would pull an orthogonal weight back to its initial value.
     """
     train = config.train
 
@@ -119,7 +121,8 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 def rate_factor(train: Train, step: int, steps: int) -> float:
     """The factor by which the schedule scales the learning rate in a step, 1 ≤ `step` ≤ `steps`.
 
-    It rises linearly to 1 at step `warmup_steps`. After that it stays 1, or falls along a half cosine to 0 at the last step.
+    The factor rises linearly to 1 at step `warmup_steps`. After this step, it stays 1 if `train.schedule` is "constant".
+    Otherwise it falls to 0 at the last step, along half a period of a cosine.
     """
     if step <= train.warmup_steps:
         return step / train.warmup_steps
@@ -165,8 +168,11 @@ class Observer:
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
-    """Loads the data of a training. If `train.held_out` > 0, that many random training images replace the test images, so
-    that a search never sees the test set. The choice is the same for every seed."""
+    """Loads the data of a training.
+
+    If `train.held_out` is above 0, this number of random training images replaces the test images. A search for parameters
+    then never sees the test set. The choice of images is the same for every seed.
+    """
     data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
     if count >= total:
@@ -204,7 +210,7 @@ class Training:
         """
         progress = self.progress
         if not progress.history:
-            few = len(self.data.test_labels)  # number of training images for the first point: as many as test images
+            few = len(self.data.test_labels)  # the first point uses as many training images as test images
             train = evaluate_split(self.model, self.data.train_images.first(few), self.data.train_labels[:few])
             self._add_point(0.0, train)
             if progress.diverged:
@@ -232,8 +238,11 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Evaluates the model on the test set, and adds a point of Figure 1. `train` is the mean loss and accuracy since the
-        last point."""
+        """Evaluates the model on the test set, and adds a point of Figure 1.
+
+        Args:
+            train: mean train loss and train accuracy since the last point.
+        """
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
@@ -268,7 +277,11 @@ class Training:
             print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
 
     def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """`step` without a graph. Minimises the cross-entropy plus the penalty, but returns the cross-entropy alone."""
+        """Takes a training step without a graph. Minimises the sum of cross-entropy and penalty.
+
+        Returns:
+            The cross-entropy without the penalty, and the number of correct predictions.
+        """
         variant = self.config.variant
         if variant.penalty and variant.penalty_weight is not None:
             logits, penalty = with_penalty(self.model, images, variant.penalty)
@@ -289,8 +302,9 @@ class Training:
     def _scheduled(self) -> Iterator[None]:
         """Multiplies the change of every parameter inside the context by the schedule's factor.
 
-        This is the same as scaling the learning rate, as updates of AdamW and Muon, weight decay included, are linear in it.
-        We cannot scale the rate itself: a CUDA graph would freeze a float, and torch's Muon accepts only floats.
+        This is the same as scaling the learning rate, since the updates of AdamW and Muon, including weight decay, are
+        proportional to the learning rate. We cannot scale the learning rate itself. Torch's Muon accepts only a float as its
+        learning rate, and a CUDA graph would record a float as a constant.
         """
         if self.rate_factor is None:
             yield
@@ -303,7 +317,7 @@ class Training:
 
 
 class Batches:
-    """Divides an epoch into steps; `points` are the steps after which a point is recorded."""
+    """Divides an epoch into steps. `points` is the set of steps after which a point of the curves is recorded."""
 
     def __init__(self, num_images: int, train: Train) -> None:
         self.num_images = num_images
@@ -316,7 +330,8 @@ class Batches:
         self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """An epoch's permutation of the images. It depends only on seed and epoch, so resuming needs no generator state."""
+        """Returns the permutation of the images in an epoch. It depends only on the seed and the epoch. A resumed training
+        therefore needs no saved state of a generator."""
         return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
 
 

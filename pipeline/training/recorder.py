@@ -32,7 +32,8 @@ from pipeline.training.run import Run
 
 FORGOTTEN_SECONDS = 24 * 3600  # age at which the checkpoint of an interrupted training with other settings is deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
-PHASES = ("start", "compiling", "steps", "evaluation", "writing")  # the phases of a run, timed over all its processes
+# Phases of a run. The time of a phase is its total over all processes of the run.
+PHASES = ("start", "compiling", "steps", "evaluation", "writing")
 # Raised when a damaged checkpoint is read
 NOT_A_CHECKPOINT = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 
@@ -50,7 +51,7 @@ def train(
         seconds_before: seconds that the process has spent on imports.
 
     Returns:
-        The record of this training. Another training of the same run may have overwritten the file since.
+        The record of this training. The file may already hold another record, from another training of the same run.
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
@@ -75,10 +76,11 @@ class Times:
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
     seconds: float = 0.0
     training_seconds: float = 0.0  # without the evaluations
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # `seconds` excludes "start"
+    # Seconds of each phase. The field `seconds` excludes the phase "start".
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     images: int = 0
-    commits: list[str | None] = field(default_factory=list)  # one for each process
-    dirty: bool | None = None  # True if a process had uncommitted changes
+    commits: list[str | None] = field(default_factory=list)  # one per process
+    dirty: bool | None = None  # True if any process ran code with uncommitted changes
     watched: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -162,7 +164,8 @@ class Recorder(Observer):
         self.times.timestamps.append(time.time_ns() // 1_000_000)
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
-            for seen in self.watch(self.training):  # torch.load with weights_only refuses NumPy scalars
+            for seen in self.watch(self.training):
+                # The checkpoint holds these rows, and torch.load with weights_only refuses NumPy scalars.
                 own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
                 self.times.watched.append({"epoch": row["epoch"]} | own)
         self._spent_on("evaluation")
@@ -247,14 +250,18 @@ class Recorder(Observer):
 
 
 def save_checkpoint(path: Path, training: Training, times: Times) -> None:
-    """Writes model, optimisers, progress and times, preceded by their SHA-256, as torch.load verifies no checksum."""
+    """Writes a checkpoint with the model, the optimisers, the progress and the times.
+
+    The file begins with the SHA-256 of the bytes that follow, since torch.load verifies no checksum.
+    """
     state = {
         "model": training.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in training.optimizers],
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
-    buffer = io.BytesIO()  # given a path, torch.save would store the file's name; now the bytes depend only on the state
+    # Given a path, torch.save would also store the name of the file. With a buffer, the bytes depend only on the state.
+    buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
     files.write_bytes(path, hashlib.sha256(content).digest() + content)
@@ -275,7 +282,7 @@ def restore_checkpoint(path: Path, training: Training) -> Times:
 
 
 def history_csv(history: list[dict[str, float]]) -> str:
-    """The points as CSV, one per line; numbers that are not finite become empty fields."""
+    """Returns the points as CSV, one point per line. A number that is not finite becomes an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HISTORY_COLUMNS)

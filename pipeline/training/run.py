@@ -5,9 +5,14 @@
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
-STUDY is table_2 for the runs of Table 2, tries for the user's experiments, which git does not track, and otherwise the name
-of a study. record.json identifies the run and holds the digest of each file. Every reader of a run first calls `Run.record`,
-which verifies the identity and the digests.
+STUDY is one of these:
+
+    table_2           the runs of Table 2
+    tries             the user's experiments, which git does not track
+    name of a study   the runs of this study
+
+record.json identifies the run and holds the digest of each file. Every reader of a run first calls `Run.record`, which
+verifies the identity and the digests.
 """
 
 from __future__ import annotations
@@ -34,8 +39,9 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder of runs that are training
-# Older values of osa.NUMERICS whose runs remain valid. Value 2 changed two things: "exact" balances other heads than before,
-# which changes last digits; "newton_schulz" iterates in float64 at norms that only a failing initialisation reaches.
+# Older values of osa.NUMERICS whose runs remain valid. Value 2 made two changes. The method "exact" balances other heads
+# than before, which changes only the last digits. The method "newton_schulz" iterates in float64 at norms that only a
+# failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
@@ -91,7 +97,7 @@ class Run:
 
     @property
     def scratch(self) -> Path:
-        """The folder of the run while it trains; `Recorder` appends a key to its name."""
+        """The folder of the run while it trains. `Recorder` appends a key to the name of this folder."""
         return SCRATCH / self.study / self.name / str(self.seed)
 
     @property
@@ -110,7 +116,9 @@ class Run:
         return f"python -m pipeline fan_out --only '{self}'"
 
     def record(self) -> RunRecord | None:
-        """Reads the run's record and verifies its files; None if no training has ended. Weights may be absent from a clone.
+        """Reads the run's record and verifies the files of the run. Returns None if no training of the run has ended.
+
+        Weights are verified only if they are there, since a clone may lack them.
 
         Raises:
             UserError: the record is damaged or belongs to another run, or a file does not match its digest.
@@ -124,13 +132,13 @@ class Run:
         return record
 
     def ended_record(self) -> RunRecord:
-        """The run's record. Raises UserError as `record` does, and if no training has ended."""
+        """Returns the run's record. Raises UserError if no training has ended, and in the cases that `record` names."""
         if (record := self.record()) is None:
             raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
         return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """True if the run is complete and its record `matches` the configuration."""
+        """True if the run is complete, and its record has this configuration and a valid `osa.NUMERICS`."""
         try:
             record = self.record()
         except UserError:
@@ -142,7 +150,8 @@ class Run:
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:
-        """The points of the curves. Beside a loss that is not finite, the accuracy has no meaning, and becomes NaN."""
+        """Returns the points of the curves. If a loss is not finite, the accuracy of the same split is meaningless and
+        becomes NaN."""
         table = files.read_csv(self.files["history"])
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())

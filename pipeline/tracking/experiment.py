@@ -32,7 +32,8 @@ MOST_RUNS = 50_000  # MLflow's limit on the results of a search
 
 
 def name_of(run: "Run") -> str:
-    """The name of a training, table_2/osa_qr/0, or of a parent, table_2/osa_qr; "" for a run that we did not create."""
+    """Returns the name of an MLflow run: table_2/osa_qr/0 for a training, table_2/osa_qr for a parent, and "" for a run that
+    this package did not create."""
     return run.data.tags.get("run") or run.data.params.get("run", "")  # older stores have the name as a parameter
 
 
@@ -56,7 +57,7 @@ class Experiment:
     @cached_property
     def params(self) -> Any:
         """The content of params.yaml. None if it is invalid, since an unfinished edit must not stop an import."""
-        from pipeline.config import params  # imports torch, which takes seconds
+        from pipeline.config import params
 
         with suppress(UserError):
             return params.load()
@@ -83,7 +84,8 @@ class Experiment:
         return found
 
     def create(self, name: str, start: int, tags: dict[str, str]) -> "Run":
-        """Creates a run with a title and the colour of Figure 1. Later syncs keep the user's edits of both."""
+        """Creates a run with a title and the model's colour in Figure 1. Later syncs keep the user's edits of title and
+        colour."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # users in containers may have no name
@@ -103,8 +105,10 @@ class Experiment:
     def write(
         self, run: "Run", tags: Mapping[str, str], values: Sequence[Value] = (), parameters: Mapping[str, str] | None = None
     ) -> None:
-        """Writes metrics and changed parameters, and last the changed tags, which mark a run as up to date. The next sync
-        thus repeats an interrupted write."""
+        """Writes metrics, changed parameters and changed tags, in this order.
+
+        The tags mark a run as up to date. They come last, so that the next sync repeats an interrupted write.
+        """
         from mlflow.entities import Metric, Param, RunTag
 
         parameters = parameters or {}

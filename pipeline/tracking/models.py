@@ -59,6 +59,7 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
             raise
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    place = logged.artifact_location  # given models:/ID, MLflow would search its global store
+    # The files have an address of their own. Given the address models:/ID, MLflow would search its global store.
+    place = logged.artifact_location
     client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

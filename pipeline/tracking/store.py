@@ -24,7 +24,8 @@ ENVIRONMENT = {  # set before importing MLflow, unless the user has set them
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of the variables that we keep if the store is a database. Others could change its address or the server's.
+# Prefixes of the variables that we keep if the store is a database. Other variables could change the address of the store or
+# of the server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # connections to databases and artifacts
 ARTIFACTS = "mlartifacts"
@@ -34,7 +35,7 @@ LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "logged_models": ("artifact_location",),
     "model_versions": ("source", "storage_location"),
 }
-LOCK_SECONDS = 30  # longest wait for another process that writes
+LOCK_SECONDS = 30  # maximum wait for another process that writes
 
 
 def root() -> Path:
@@ -45,7 +46,7 @@ def root() -> Path:
 def address() -> str:
     """MLFLOW_TRACKING_URI, or the SQLite database at the repository root.
 
-    An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains one, the path is relative.
+    An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains one of them, the path is relative.
     """
     path = root() / "mlflow.db"
     quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
@@ -59,15 +60,21 @@ def database() -> Path | None:
 
 
 def artifacts() -> str | None:
-    """The address of the artifacts. They lie next to the database, which several clones may share. None for a server."""
+    """Returns the address of the artifacts, or None if the store is a server.
+
+    The artifacts lie next to the database, since several clones may share a database.
+    """
     if address().startswith("http"):
         return None
     return ((database() or root() / "mlflow.db").resolve().parent / ARTIFACTS).as_uri()
 
 
 def make_settings_ours() -> None:
-    """Sets MLflow's environment variables. If the store is a database, first removes the user's variables that are not in
-    KEPT_SETTINGS, so that the server of `make ui` does not inherit them. If the store is a server, keeps all variables."""
+    """Sets MLflow's environment variables.
+
+    If the store is a database, first removes the user's variables that are not in KEPT_SETTINGS. The server of `make ui`
+    then does not inherit them. If the store is a server, keeps all variables.
+    """
     if not address().startswith("http"):
         for name in [
             name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS)
@@ -77,8 +84,11 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Updates the addresses of artifacts in an SQLite store that was moved or copied together with its artifacts. `old` is
-    the former address of the artifacts."""
+    """Updates the addresses of artifacts in an SQLite store that was moved or copied together with its artifacts.
+
+    Args:
+        old: the former address of the artifacts.
+    """
     import sqlalchemy
 
     new = artifacts()
@@ -115,12 +125,13 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    mlflow.clear_active_model()  # left by a notebook; MLflow would assign our metrics to it
+    mlflow.clear_active_model()  # a notebook may have left one, and MLflow would assign our metrics to it
     if path and not path.parent.is_dir():
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            partial = path.with_name(f"{path.name}.partial")  # renamed when complete: a kill could leave half of the tables
+            # A killed process could leave half of the tables. The new database is therefore renamed when it is complete.
+            partial = path.with_name(f"{path.name}.partial")
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
             os.replace(partial, path)
@@ -128,7 +139,8 @@ def connect() -> tuple[Any, FileLock]:
             client = mlflow.MlflowClient(uri)
         except ImportError as error:
             raise UserError(f"{URI_VARIABLE} needs a driver ({error}): install it, or correct {URI_VARIABLE}.") from None
-    gc.freeze()  # a search creates thousands of objects, and each collection would scan all imported modules
+    # A search creates thousands of objects. Without `freeze`, each garbage collection would scan all imported modules.
+    gc.freeze()
     return client, lock
 
 

@@ -80,7 +80,7 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
-    """Calls `function`. If the run cannot be read or MLflow refuses it, warns and returns None. The sync goes on."""
+    """Calls `function`. If the run cannot be read or MLflow refuses it, prints a warning and returns None."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -119,10 +119,10 @@ class Family:
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
         self.experiment, self.name, self.runs = experiment, name, runs  # newest first
         self.known = {(name_of(run), run.info.start_time): run for run in runs}
-        self.seen: set[str] = set()  # ids of the MLflow runs with files
+        self.seen: set[str] = set()  # ids of the MLflow runs whose files were found
         self.has_changed = False  # True if `runs` is out of date
-        self.parents: dict[str, Run] = {}  # one for each configuration
-        self.surplus: list[Run] = []  # duplicate parents, to delete
+        self.parents: dict[str, Run] = {}  # configuration → its parent
+        self.surplus: list[Run] = []  # parents to delete: duplicates, and parents without children
         for run in runs:
             if name_of(run) == name:
                 configuration = run.data.tags.get("configuration", "")
@@ -168,7 +168,8 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """The paper's accuracy and the difference from it; empty except for the paper's models in Table 2."""
+        """Returns the paper's accuracy and the difference from it. Returns {} for other studies than Table 2, and for models
+        without a number in the paper's Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -204,8 +205,11 @@ class Family:
             self._attach_report(parent)
 
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The ids of the current runs: all runs in training, and the newest ended run of each seed. In Table 2, an ended
-        run counts only if it has the configuration in params.yaml, unless no run has this configuration."""
+        """Returns the ids of the current runs: all runs in training, and the newest ended run of each seed.
+
+        In Table 2, an ended run counts only if it has the configuration in params.yaml. If no run has this configuration,
+        all ended runs count.
+        """
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
         current: set[str] = set()
@@ -217,8 +221,10 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """The digests of a Table 2 model's configuration in params.yaml, one per data set. Empty in other studies, and if
-        the runs have only one configuration."""
+        """Returns the digests of a Table 2 model's configuration in params.yaml, one digest per data set.
+
+        The result is empty for other studies. It is also empty if the runs have only one configuration.
+        """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
         if settings is None or variant not in settings.variants:
@@ -230,8 +236,10 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """Returns the parent of children with these tags, and creates it if absent. In Table 2, the start time of a new
-        parent is now, so that MLflow lists it first when no view is open."""
+        """Returns the parent of children with these tags, and creates it if absent.
+
+        In Table 2, a new parent starts at the present time. MLflow then lists it first when no view is open.
+        """
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}

@@ -1,6 +1,7 @@
 """Reads a training from its files, whether it is running or has ended.
 
-A sync checks every training and mostly finds nothing new, so nothing here imports torch before a curve is read.
+A sync checks every training and usually finds nothing new. This module therefore imports pandas and SciPy, which are slow to
+import, only when `starts` reads a curve.
 """
 
 import csv
@@ -18,10 +19,10 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training.run import RUNS, SCRATCH, Run
 
-# MLflow shows metrics in the order of logging, and opens its page Compare with the first.
+# The order matters: MLflow shows metrics in the order of logging, and its page Compare opens with the first metric.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-LOST_SECONDS = 3600  # a training counts as killed if it adds no point for so long
-STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → in MLflow
+LOST_SECONDS = 3600  # a training counts as killed if it adds no point for this time
+STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow
 
 Value = tuple[str, float, int, int]  # a metric's key and value, milliseconds since 1970, step
 
@@ -33,12 +34,15 @@ class TrackedTraining:
         self.path = path
         study, name, seed = path.parts[-4:-1]
         self.family = f"{study}/{name}"  # table_2/osa_qr
-        self.name = f"{self.family}/{seed.partition('-')[0]}"  # table_2/osa_qr/0; while it trains, the folder is 0-KEY
+        # The name, such as table_2/osa_qr/0, ends with the seed. While a run trains, its folder is named SEED-KEY.
+        self.name = f"{self.family}/{seed.partition('-')[0]}"
         self.has_ended = not path.is_relative_to(SCRATCH)
 
     @cached_property
     def digest(self) -> str:
-        """The digest of a training's files. While it runs, the digest of its record alone, which changes with each point.
+        """The digest of a training's files.
+
+        For a running training, it is the digest of the record alone. This record changes with each point of the curves.
 
         Raises:
             UserError: a file is a link, which could expose any file on this machine.
@@ -80,16 +84,18 @@ class TrackedTraining:
         return STATUS[self.record.status]
 
     def metrics(self) -> dict:
-        """The content of metrics.json; {} during training. Raises UserError if a file does not match the record."""
+        """Returns the content of metrics.json, or {} during training. Raises UserError if a file differs from the record."""
         if not self.has_ended:
             return {}
         self.run.record()
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """The points of the curves; accuracies are in per cent. Omits a loss that is not finite, and the accuracy beside it.
+        """Returns the points of the curves, with accuracies in per cent.
 
-        Values come from the history, times from the record. During training, the history may be one point ahead.
+        Omits each loss that is not finite, and the accuracy of the same split at the same point. Values come from the
+        history, and times from the record. During training, the history may have one point more than the record. This point
+        is omitted too.
         """
         values = []
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:

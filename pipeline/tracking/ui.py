@@ -30,12 +30,12 @@ def ui() -> None:
     finally:
         if server:
             with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGTERM)  # and its workers
+                os.killpg(server.pid, signal.SIGTERM)  # ends the server and its workers
             server.wait()
 
 
 def start_server(port: str) -> tuple[subprocess.Popen, int]:
-    """Starts `mlflow server`. Returns its process and its port. With port 0 the system chooses one.
+    """Starts `mlflow server`. Returns its process and its port. If `port` is 0, the system chooses a port.
 
     Raises:
         UserError: the port cannot be used.
@@ -99,5 +99,6 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
-    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()  # may hold a password; `ps` shows arguments
+    # The address may hold a password, and `ps` shows arguments. The server therefore reads the address from a variable.
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()
     cli()

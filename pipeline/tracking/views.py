@@ -5,15 +5,18 @@ import json
 from pipeline.tracking.trainings import LOGGED_CURVES
 from pipeline.training.run import TABLE_2
 
-# Widths of columns. With the tick box they sum to 823 pixels, which a window of 1440 pixels has beside MLflow's panels.
+# Widths of columns in pixels. The columns of a view and its tick box need at most 823 pixels. A window of 1440 pixels has
+# this space beside MLflow's panels.
 MODEL_WIDTHS = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
 SEED_WIDTHS = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
 OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDateAndNestInfo: creation time
 
 
 def views() -> dict[str, str]:
-    """Returns the views in MLflow's format, by the key that opens them in an address. In place of a view that MLflow cannot
-    read, MLflow shows its default."""
+    """Returns the views in MLflow's format. The key of a view opens it in an address.
+
+    If MLflow cannot read a view, MLflow shows its default view.
+    """
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]

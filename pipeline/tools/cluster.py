@@ -30,11 +30,13 @@ from pipeline.tools.jobs import Job, command, execute
 from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to the nodes, with the data
-RETRIES = 3  # how often a training is repeated on another node if its node dies
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # in Ray's messages on dead nodes
+RETRIES = 3  # maximum number of times that a training restarts because its node has died
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # matches Ray's messages
 
-Ended = Callable[[list, float], list]  # (tasks, seconds) → the tasks that end within `seconds`
-Receive = Callable[[Run, Any], None]  # (run, task) → None: stores the files of a finished run
+# (tasks, seconds) → ended tasks: waits until a task ends, but at most `seconds`
+Ended = Callable[[list, float], list]
+# (run, task) → None: stores the files of a finished run
+Receive = Callable[[Run, Any], None]
 
 
 @contextmanager
@@ -53,7 +55,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
     except ConnectionError:
         raise UserError(f"there is no Ray cluster at {address}: start one with `ray start --head`.") from None
     try:
-        for module in (jobs, sys.modules[__name__]):  # the nodes cannot import them
+        for module in (jobs, sys.modules[__name__]):  # pickled by value, as nodes cannot import these modules
             ray.cloudpickle.register_pickle_by_value(module)
         options = needs(ray.cluster_resources(), per_gpu)
         work = ray.remote(**options, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
@@ -66,7 +68,7 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
         def ended(waiting: list, seconds: float) -> list:
-            ray.wait(waiting, timeout=seconds)  # until the first task ends
+            ray.wait(waiting, timeout=seconds)  # waits until a task ends, but at most `seconds`
             name_lost_nodes(ray.nodes(), known)
             return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
 
@@ -118,7 +120,10 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 
 
 def ship(sources: set[str], path: Path) -> str:
-    """Writes an uncompressed archive of code, parameters and data. Most data are compressed already. Returns its digest."""
+    """Writes an archive of code, parameters and data, and returns the digest of the archive.
+
+    The archive is not compressed, since most data are compressed already.
+    """
     with zipfile.ZipFile(path, "w") as archive:
         for path_or_folder in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
             for file in sorted(path_or_folder.rglob("*")) if path_or_folder.is_dir() else [path_or_folder]:
@@ -146,7 +151,7 @@ def unpacked(pages: np.ndarray, digest: str) -> Path:
     folder = Path(tempfile.gettempdir(), f"osa-{digest}")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # only this user can read it; a kill leaves it behind
+            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # only this user can read this folder
             archive = begun / "shipped.zip"
             pages.tofile(archive)
             zipfile.ZipFile(archive).extractall(begun)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.tools import install, locks
 
-LEAST_DISK = 2e9  # bytes, for data and weights and for DVC's copies of both
+LEAST_DISK = 2e9  # minimum free space in bytes, for data and weights and for DVC's copies of both
 Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if `make reproduce` needs it
 
 

@@ -1,10 +1,10 @@
 """Trains all missing or stale runs, several at once: `python -m pipeline fan_out`.
 
-It trains the runs of Table 2, or with `--only` other runs, of any study. Each run trains in a separate process on this
-machine, with one thread or a share of a GPU. With `--cluster ADDRESS`, runs train on the nodes of a Ray cluster
-(requirements-cluster.txt), which receive code, data and parameters and send back each run's files. If a node dies, its
-trainings restart on other nodes. After an interruption, the same command resumes each run at the last point of its curves;
-on a cluster, it starts each run again.
+By default, it trains the runs of Table 2. With `--only`, it trains other runs, of any study. Each run trains in a separate
+process on this machine, with one thread or a share of a GPU. With `--cluster ADDRESS`, runs train on the nodes of a Ray
+cluster (requirements-cluster.txt). The nodes receive code, data and parameters, and send back each run's files. If a node
+dies, its trainings restart on other nodes. After an interruption, the same command resumes each run at the last point of its
+curves. On a cluster, it starts each run again.
 
 `--print` only prints the commands, for other ways to run them. fan_out registers runs with DVC and MLflow in groups, as they
 end. At its start, it registers runs that were trained without it.
@@ -147,11 +147,15 @@ def at_once(per_gpu: int) -> int:
 
 
 def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Yields the groups of ended runs from `finished`, and prints a line for each run. After every group, even an empty
-    one, shows the progress of all trainings and the time left."""
+    """Yields the groups of ended runs from `finished`, and prints a line for each run.
+
+    After every group, even an empty one, shows the progress of all trainings and the time left.
+    """
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    shown, news = 0.0, None  # `shown` epochs never decrease; `news` holds runs and epochs at a forecast
+    # `shown` is the displayed number of epochs, which never decreases. `news` holds the number of runs left and the value of
+    # `shown` at the last forecast.
+    shown, news = 0.0, None
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
             for run in ended:
@@ -197,12 +201,17 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
 
 
 def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
-    """Formats the time left for runs that take `seconds`, `at_a_time` at once. `since` is the age of this forecast in
-    seconds. The time left is unknown if a duration is None, or once `since` exceeds the forecast."""
+    """Formats the time left for several runs. It is unknown if a duration is None, or once `since` exceeds the forecast.
+
+    Args:
+        seconds: forecast duration of each run in seconds, or None if it is unknown.
+        at_a_time: number of runs that train at once.
+        since: age of the forecast in seconds.
+    """
     known = [each for each in seconds if each is not None]
     if len(known) < len(seconds):
         return "time left unknown"
-    left = max(sum(known) / max(1, at_a_time), *known, 0) - since  # at least the longest run
+    left = max(sum(known) / max(1, at_a_time), *known, 0) - since  # the longest run is a lower bound
     return f"{times.duration(left)} left" if left >= 0 else "time left unknown"
 
 
@@ -256,8 +265,10 @@ def commit(runs: list[Run]) -> list[str]:
 
 
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
-    """Trains on this machine, `at_a_time` runs at once. After each wait, yields the runs that have ended, sometimes none. An
-    interrupt ends all trainings."""
+    """Trains on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
+
+    After each wait, yields the runs that have ended. This list may be empty.
+    """
     import torch
 
     count = torch.cuda.device_count()
@@ -296,13 +307,15 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
 
 
 def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[list[Run]]:
-    """Trains on a cluster. After each wait, yields the runs that have ended and sent their files, sometimes none."""
+    """Trains on a cluster. After each wait, yields the runs that have ended and sent their files. This list may be empty."""
     with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
         yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)
 
 
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Waits for tasks by `wait`, and passes each ended task to `take`. After each wait, yields the list of runs taken.
+    """Waits for tasks with the function `wait`, and passes each ended task to the function `take`.
+
+    After each wait, yields the runs whose tasks have ended without an error. This list may be empty.
 
     Raises:
         UserError: a task failed. Raised only after all other tasks, which may take hours, have ended.

@@ -1,7 +1,8 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-It needs only Python, even a version too old for the other code. On Linux, PyTorch's own index has a build for CPUs, and PyPI
-a build with CUDA. A machine without a GPU gets the build for CPUs, or PyPI's build if PyTorch's index is unavailable.
+It needs only Python, and also runs on a version of Python that is too old for the other code. On Linux, PyTorch's own index
+has a build for CPUs, and PyPI has a build with CUDA. A machine without a GPU gets the build for CPUs. If PyTorch's index is
+unavailable, it gets PyPI's build.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def missing(jobs: list[Job]) -> list[Job]:
 
 
 def is_trained(run: Run, config: RunConfig) -> bool:
-    """True if a run is current and used the present data. Runs of Table 2 also need their weights, for the evaluation."""
+    """True if a run is current and was trained on the present data. A run of Table 2 also needs its weights, for the
+    evaluation."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.ended_record().data_sha256 == source_digest(config.data.source)

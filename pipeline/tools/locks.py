@@ -1,4 +1,4 @@
-"""Finds other processes of DVC and of the pipeline that work in this folder. Needs no other package than Python's own."""
+"""Finds other processes of DVC and of the pipeline that work in this folder. Needs only Python's standard library."""
 
 import contextlib
 import fcntl
@@ -38,7 +38,7 @@ def claims() -> dict | None:
 
 
 def dvc_processes() -> list[str]:
-    """The running processes of DVC in this folder, as "`dvc repro` (process 12)". DVC cleans up after dead processes."""
+    """The running processes of DVC in this folder, as "`dvc repro` (process 12)". Processes that have died are left out."""
     known = claims() or {}
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():
@@ -50,7 +50,7 @@ def dvc_processes() -> list[str]:
 def stages() -> list[str]:
     """The running commands of the pipeline that write results in this folder, as "`train osa_qr 0` (process 12)".
 
-    A stage may outlive the `dvc repro` that started it, and then holds no lock. Without /proc, none is found.
+    A stage may outlive the `dvc repro` that started it. Such a stage holds no lock. Without /proc, no command is found.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*"):

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # an error in either file would stop the check stage
+    params.load_paper()  # an error in params.yaml or paper.yaml would stop the check stage
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -72,9 +72,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
-    """The stages that will run, with the reasons for each; the stages that may follow; and the number of all stages.
+    """Finds the stages that `dvc repro` would run.
 
-    The check stage triggers no other: its output is the same for all valid parameters.
+    The check stage triggers no other stage, since its output is the same for all valid parameters.
+
+    Returns:
+        The stages that will run, with the reasons for each.
+        The stages that depend on them, and may therefore run too.
+        The number of all stages.
     """
     import networkx
     from dvc.repo import lock_repo

@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     trained = bring_up_to_date(
         settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
     )
-    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # so that the report does not check with DVC again
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # this variable stops the report from checking with DVC again
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"

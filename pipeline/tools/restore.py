@@ -61,7 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unfinished(affected, states)
     refuse_links_and_folders(affected)
     back = sorted({*affected} & {*committed})
-    # Weights move before records. After a kill in between, the next call still finds the changed record, and so the weights.
+    # Weights move before records. If the process is killed in between, the changed record is still in its place. The next
+    # call finds this record, and through it the weights.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
     print_paths(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
@@ -82,9 +83,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def restore(folder: Path, affected: list[str], staged: list[str], moving: list[str], back: list[str]) -> None:
-    """Resets git's index for `affected`, moves the files `moving` to the folder, and restores the committed files `back`.
+    """Resets git's index, moves files to a folder, and restores committed files. A failure undoes everything.
 
-    All arguments are paths. The folder also receives the files `staged`, as the index has them. A failure undoes everything.
+    Args:
+        folder: new folder for the present versions of the files.
+        affected: paths to reset in git's index.
+        staged: paths whose versions in the index are copied to the subfolder `staged`.
+        moving: paths to move to the folder.
+        back: paths to restore from the last commit.
     """
     incoming = folder.with_name(folder.name + INCOMING)
     index, index_before = Path(git.run("rev-parse", "--git-path", "index").rstrip("\n")), incoming / ".index"
@@ -119,7 +125,7 @@ def restore(folder: Path, affected: list[str], staged: list[str], moving: list[s
 
 
 def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
-    """Undoes `restore`: moves the files in the folder back to their places, in place of the committed ones."""
+    """Undoes `restore`: moves the files in the folder back to their places, where they replace the committed files."""
     has_moved = {path: os.path.lexists(folder / path) for path in moving}
     for path in back:
         if has_moved.get(path, True) and os.path.lexists(path):
@@ -131,7 +137,7 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 
 
 def refuse_while_others_work() -> None:
-    """Raises UserError while a stage, a training or DVC runs here, which could write to the restored files."""
+    """Raises UserError if a stage, a training or DVC runs here, since it could write to the restored files."""
     if others := [*locks.held(), *locks.stages()]:
         raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
@@ -147,9 +153,9 @@ def tell_of_interrupted() -> None:
 
 
 def refuse_hidden(outputs: list[str]) -> None:
-    """Raises UserError if flags in git's index hide changes of outputs: `changed_paths` would then lack them.
+    """Raises UserError if flags in git's index hide changes of outputs, since `changed_paths` would lack these changes.
 
-    A sparse checkout also sets skip-worktree, but its files are absent.
+    A sparse checkout also sets the flag skip-worktree, but only for absent files. These files raise no error.
     """
     hidden: dict[str, list[str]] = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):
@@ -192,7 +198,7 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 def changed_paths() -> dict[str, str]:
     """The paths that differ from the last commit, with git's two letters of status: in the index, and on the disk.
 
-    Ignores the user's global gitignore, which may list *.csv, while runs have CSV files.
+    Ignores the user's global gitignore. It may list *.csv, and would then hide the CSV files of runs.
     """
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
@@ -218,7 +224,8 @@ def is_output(path: str, outputs: list[str]) -> bool:
 
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
-    """The weights of runs with an affected record, if git ignores them. They would not match the restored record."""
+    """Returns the weights that git ignores and that belong to a run with an affected record. These weights would not match
+    the restored record."""
     records = filter(None, map(RECORD_PATH.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
@@ -243,7 +250,11 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the first folder down a path that `known` lacks or that holds a run, or else the path itself."""
+    """Returns the line that lists a path.
+
+    From the root downwards, this is the first folder that `known` lacks or that holds a run. If there is no such folder,
+    it is the path itself.
+    """
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

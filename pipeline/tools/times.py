@@ -14,10 +14,11 @@ from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.training.run import Run
 
-TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # 60,000 in other published data sets
+TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # number of training images; other published data sets have 60,000
 
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # of a stage on one thread, by group or study
-OTHER_SECONDS = 5  # of any other stage
+# Seconds that a stage takes on one thread. The key is the group of the stage, or the study that the stage runs.
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}
+OTHER_SECONDS = 5  # seconds of any other stage
 
 
 def of_stage(name: str) -> float:
@@ -27,7 +28,9 @@ def of_stage(name: str) -> float:
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
-    """A number proportional to a training's time: patches seen × blocks. None if the user's images are needed but absent.
+    """Returns a number proportional to a training's time: the number of patches seen × the number of blocks.
+
+    Returns None if the user's images are needed but absent.
 
     Args:
         data_sha256: digest of the data that a run was trained on. The result is None if the user's images now differ.
@@ -52,9 +55,9 @@ class Estimates:
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """Lists, in ascending order, each record's seconds per unit of `relative_cost`.
+        """The seconds per unit of `relative_cost` of all records, as lists in ascending order.
 
-        A key is a pair: a device, or None for all devices, and one of a run's `_keys`.
+        The key of a list is a pair of a device and a key from `_keys`. In place of a device, None stands for all devices.
         """
         paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
@@ -66,10 +69,11 @@ class Estimates:
         _note(record, self._paces)
 
     def of(self, run: Run, config: RunConfig) -> float | None:
-        """Estimates the seconds of a run, from the median over records of the same run, else of the same variant, else over
-        all records. Returns None without records.
+        """Estimates the seconds that a run takes. Returns None without records, or if the run has no `relative_cost`.
 
-        If this machine's kind of device, CPU or GPU, has records, only these count.
+        The estimate comes from the median over records of the same study and name. If there are none, it comes from records
+        of the same variant, and otherwise from all records. If there are records of this machine's kind of device, CPU or
+        GPU, only these records count.
         """
         if (cost := relative_cost(config)) is None:
             return None
@@ -103,6 +107,6 @@ def spent(record: RunRecord, **others: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 2 h 5 min, 12 min or 40 s."""
+    """Formats a duration in seconds, as in "2 h 5 min", "12 min" or "40 s"."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"

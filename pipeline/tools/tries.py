@@ -1,8 +1,8 @@
 """Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-It trains every combination of values and seeds, several at once, and skips runs that are already trained. A table compares
-test accuracies by a rank test, as verdicts on claims do. Records stay under paper_outputs/runs/tries, which git and DVC
-ignore; weights are deleted.
+It trains every combination of values and seeds, several runs at once, and skips runs that are already trained. Then it
+prints a table that compares the test accuracies with Table 2. The comparison uses a rank test, like the verdicts on claims.
+Records stay under paper_outputs/runs/tries, which git and DVC ignore. Weights are deleted.
 """
 
 import argparse
@@ -136,12 +136,13 @@ def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[st
 
 
 def accuracies(runs: ResultsBySeed) -> list[float]:
-    """The accuracies of the runs; a diverged run counts as a guess."""
+    """The accuracies of the runs in per cent. A diverged run counts as a guess."""
     return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 
 def cell(runs: ResultsBySeed) -> str:
-    """Formats mean ± standard deviation (runs): 97.03 ± 0.15 (3). Adds the number of diverged runs."""
+    """Formats the mean ± the standard deviation (the number of runs), as in "97.03 ± 0.15 (3)". Adds the number of diverged
+    runs, which are not in these three numbers."""
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"

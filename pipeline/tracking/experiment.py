@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config import params
 from pipeline.config.looks import INK, look_of
 from pipeline.core.errors import UserError
 from pipeline.tracking import store
@@ -57,16 +58,12 @@ class Experiment:
     @cached_property
     def params(self) -> Any:
         """The content of params.yaml. None if it is invalid, since an unfinished edit must not stop an import."""
-        from pipeline.config import params
-
         with suppress(UserError):
             return params.load()
         return None
 
     @cached_property
     def paper(self) -> Any:
-        from pipeline.config import params
-
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:

@@ -1,13 +1,18 @@
-"""Studies, each of which answers one question. A study is a file in a wing: one of the folders paper, deep and orthogonal.
+"""Studies. Each study answers one question. A study is a Python file in one of the folders paper, deep and orthogonal.
 
-Each such file defines `STUDY = Study(...)`. The file's name is also the name of the study's section in params.yaml, its
-stage in dvc.yaml, its template, and its folder under paper_outputs/studies.
+We call these folders wings. The file of a study defines `STUDY = Study(...)`. The file's name is also the name of the
+study's section in params.yaml, its stage in dvc.yaml, its template, and its folder under paper_outputs/studies.
 
-A name means the same in every file. `Settings` and the functions have the names of the fields of `Study` that they fill;
-`draw` draws a study's only figure. MODELS, METHODS, SIZES and DTYPES list what a study measures; OSA lists its orthogonal
-models; BASELINES and REFERENCE name models to compare with. CLAIM and CLAIMS name the claims that the study judges; its
-wing's CLAIMS_FILE states them. TOLERANCE is the error that a check allows. DRAWN, COLOURS and DASHES describe the lines of a
-figure.
+These names mean the same in the files of all studies:
+
+    Settings, measure, summarise, ...   fill the fields of `Study` with the same names
+    draw                                draws the only figure of the study
+    MODELS, METHODS, SIZES, DTYPES      list what the study measures
+    OSA                                 lists the orthogonal models
+    BASELINES, REFERENCE                name the models to compare with
+    CLAIM, CLAIMS                       name the claims that the study judges; CLAIMS_FILE of its wing states the claims
+    TOLERANCE                           is the maximum error that a check allows
+    DRAWN, COLOURS, DASHES              describe the lines of a figure
 """
 
 from __future__ import annotations
@@ -41,9 +46,9 @@ class Study:
         settings: the schema of the study's section in params.yaml; None if it has no section.
         measure: (settings, lab) → tables of costly measurements. `python -m pipeline study NAME` writes them as CSV.
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that the study's template shows.
-        figures: the name of each figure → a function that draws it from (settings, tables, lab).
+        figures: maps the name of each figure to the function of (settings, tables, lab) that draws the figure.
         trainings: (settings, lab) → requests of runs, which `python -m pipeline fan_out` trains.
-        read: (settings, lab) → tables of these runs, read from their folders. It writes nothing.
+        read: (settings, lab) → tables of the runs in `trainings`, read from the runs' folders. This function writes no file.
         watch: (training) → rows of numbers. A run calls it at every point of its curves, and writes the rows to watched.csv.
     """
 
@@ -57,7 +62,7 @@ class Study:
 
 
 def names(wing: str | None = None) -> list[str]:
-    """Returns the names of a wing's studies, or of all studies, in alphabetical order. It imports none of them."""
+    """Returns the names of a wing's studies, or of all studies, in alphabetical order, without importing the studies."""
     return sorted(name for name, of_wing in _wings().items() if wing in (None, of_wing))
 
 
@@ -80,7 +85,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Any:
-    """Returns a study's section in its wing's params.yaml, as the study's `Settings`; None for a study without settings.
+    """Returns a study's settings, from its section in the params.yaml of its wing. Returns None if it has no settings.
 
     Raises:
         UserError: the section is missing or does not match the schema.
@@ -96,15 +101,20 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """Returns the key of `readings` in pipeline/paper.yaml that a study's section names; by default, the first reading."""
+    """Returns the reading that a study's section names: a key of `readings` in pipeline/paper.yaml.
+
+    The default is the first reading.
+    """
     return getattr(settings(name), "reading", FIRST_READING)
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:
-    """Checks whether a number lies below (or above) a limit, as an identity or a proved bound demands. NaN never does.
+    """Checks whether a number lies below a limit, or above the limit if `side` is "above". The check fails for NaN.
 
-    Returns the arguments, whether the check `holds`, and the `share` of the limit that is used up: value / limit, or
-    limit / value if the number should lie above.
+    Returns:
+        value, limit, side   the arguments
+        share                the share of the limit that is used up: value / limit, or limit / value if `side` is "above"
+        holds                whether the number lies on this side of the limit
     """
     holds = value < limit if side == "below" else value > limit
     used = (value, limit) if side == "below" else (limit, value)

@@ -11,7 +11,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from pipeline.config.looks import INK, LINE_WIDTH, PALETTE
 
-EXPECTED: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}  # the line of a bound or tolerance
+# The style of a line that marks a bound or a tolerance
+EXPECTED: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.1}
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
@@ -45,7 +46,10 @@ def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, wi
 
 
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
-    """Labels each line at its last point. Labels that overlap in x move apart in y, to `gap` times the axes' height."""
+    """Labels each line at its last point.
+
+    If two labels overlap in x, both move in y until their distance is `gap` times the height of the axes.
+    """
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # computes the axes' limits

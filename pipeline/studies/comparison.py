@@ -1,7 +1,8 @@
 """Common parts of the studies that train a list of runs and compare them.
 
-In params.yaml a study's section lists its runs, and names the reading of the paper's recipe that they follow. Tables, claims
-and templates call a run by its name in the list:
+A study's section in params.yaml lists the study's runs, and names the reading of the paper's recipe that the runs follow. An
+entry of the list has a name, and a run for each of its seeds. Tables, claims and templates refer to the runs by this name:
+
     reading: first
     runs:
       osa_iso_72: {variant: osa_iso, set: {model: {depth: 72}}, seeds: [0, 1, 2]}
@@ -23,7 +24,7 @@ from pipeline.studies.lab import Lab
 
 
 class ListedRuns(Section):
-    """Trains a variant once for each seed; `set` replaces values of its configuration."""
+    """The runs of a variant, one per seed. `set` replaces values of the variant's configuration."""
 
     variant: Name
     set: Overrides = Field(default_factory=dict)
@@ -35,7 +36,7 @@ class Settings(Section):
     runs: dict[Name, ListedRuns]
 
     def requests(self) -> Iterator[tuple[str, Request]]:
-        """Returns the name and request of each run, in the order of the list."""
+        """Yields the name and request of each run, in the order of the list."""
         for name, training in self.runs.items():
             for seed in training.seeds:
                 yield name, (training.variant, training.set, seed)
@@ -64,7 +65,7 @@ def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tab
 
 
 def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
-    """Returns the last value of a run's loss curve: infinite if the run diverged, None until it has ended."""
+    """Returns the last value of a run's loss curve. Returns infinity if the run diverged, and None until it has ended."""
     variant, overrides, seed = request
     run = lab.run(variant, overrides, seed)
     if not run.is_current(lab.config(variant, overrides)):
@@ -74,16 +75,23 @@ def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
 
 
 def first_reading(lab: Lab) -> Tables:
-    """Returns the tables of the study first_reading, the baseline of studies that follow the first reading."""
+    """Returns the tables of the study first_reading. Its runs are the baseline of studies that follow the first reading."""
     own = lab.of("first_reading", FIRST_READING)
     return lab.once("runs of first_reading", lambda: read(studies.settings("first_reading"), own))
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Counts the runs of a name: how many exist (`n`), how many of these train (`trained`), and how many are `missing`.
+    """Summarises the runs of a name.
 
-    `loss` and `accuracy` (%) summarise only the runs that train, since a mean over all would describe neither group.
-    `failed_losses` lists the last train losses of the runs that fail, with None for a run that diverged.
+    Returns:
+        n               the number of runs that exist
+        trained         the number of existing runs that train
+        missing         the number of runs that do not exist yet
+        loss            summary of the last train losses of the runs that train
+        accuracy        summary of the test accuracies (%) of the runs that train
+        failed_losses   the last train losses of the runs that fail, with None for a run that diverged
+
+    `loss` and `accuracy` leave out the runs that fail. A mean over all runs would describe neither group.
     """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)

@@ -1,4 +1,4 @@
-"""Gives a study what it works with: configurations, models, trainings, images, random numbers, and tables of results."""
+"""The lab gives a study its configurations, models, trainings, images, random numbers, and tables of results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Lab:
-    """Builds what a study needs. Models and trainings follow a reading of pipeline/paper.yaml, not edits of params.yaml."""
+    """Builds the configurations, models and trainings of a study, and reads its images and tables.
+
+    Models and trainings follow a reading in pipeline/paper.yaml. From params.yaml they take only the choice of images.
+    """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
         self.study, self.params, self.paper, self.reading = study, settings, paper, reading
@@ -42,7 +45,7 @@ class Lab:
         return other
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns `make()`, computed once per name and shared with the labs of other studies."""
+        """Returns the result of `make()`. It is computed once per name and shared with the labs of other studies."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -79,19 +82,23 @@ class Lab:
         return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
-        """Returns this study's run of a variant, overrides and seed, whether or not it is trained."""
+        """Returns this study's run of a variant with these overrides and this seed. The run need not be trained."""
         return Run(variant, seed, self.study, overrides or {})
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Returns the stage `tables`' output: runs, summary, curves, histories, layers, per_class, confusion, mistakes."""
+        """Returns the tables that the stage `tables` has written, by name.
+
+        Their names are runs, summary, curves, histories, layers, per_class, confusion and mistakes.
+        """
         return {path.stem: files.read_csv(path) for path in sorted(TABLES.glob("*.csv"))}
 
 
 def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
     """Runs a training's first steps as the whole training would run them, and yields a row for each.
 
-    loss       on the step's minibatch, before the step
+    step       the number of the step, from 0
+    loss       the loss on the step's minibatch, before the step
     gradient   ‖∂loss/∂θ‖₂ over all parameters, before clipping
 
     Stops after a loss that is not finite.
@@ -113,8 +120,8 @@ def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAt
     """Returns the orthogonal models' attention layers at the start of a training with this seed, in float64.
 
     Returns:
-        For each layer its key ({"source": variant, "layer": from 1 on}), the module, and its input for the first
-            `LAYER_IMAGES` test images, (images, N, d).
+        For each layer: the key {"source": variant, "layer": number from 1}, the module, and the input of the module for
+            the first `LAYER_IMAGES` test images, (images, N, d).
     """
     layers: list[tuple[dict, OrthogonalSelfAttention, Tensor]] = []
     for variant in ORTHOGONAL:

@@ -1,6 +1,7 @@
 """Measures one study: `python -m pipeline study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-It uses one thread, as the last digits depend on the number of threads. record.json beside the tables holds their digests.
+The command uses one thread, because the last digits of a number depend on the number of threads. The file record.json beside
+the tables holds the digests of the tables.
 """
 
 from pathlib import Path
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:
-    """Returns a study's measured tables. Raises UserError if they are missing or have changed since."""
+    """Returns a study's measured tables. Raises UserError if a table is missing or has changed since the measurement."""
     folder = STUDIES / name
     records.read_record(folder, Record, f"python -m pipeline study {name}")
     return {path.stem: files.read_csv(path) for path in sorted(folder.glob("*.csv"))}

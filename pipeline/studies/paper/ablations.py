@@ -1,9 +1,10 @@
 """Ablations: what do the accuracies of Table 2 depend on, if the recipe is read with PyTorch's defaults?
 
-One thing changes at a time: the learning rate, one of the four details in which this reading differs from the first reading,
-the map exp, skip connections with LN, or the initial α. We compare each change with Table 2's runs, if params.yaml follows
-the same reading. The study attention_or_initialisation uses two further changes, of the initialisation. We wrote rules and
-expectations before the first run. A claim is shown once all its runs have ended.
+Each ablation changes one thing: the learning rate, one of the four details in which this reading differs from the first
+reading, the map exp, skip connections with LN, or the initial α. We compare each ablation with Table 2's runs. This needs a
+params.yaml that follows the same reading. Two further ablations change the initialisation, and the study
+attention_or_initialisation uses them. We wrote the rules and expectations before the first run. The page shows a claim once
+all runs of the claim have ended.
 """
 
 from typing import Any
@@ -29,7 +30,10 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each comparison of each claim whose runs have all ended."""
+    """Returns a row for each comparison of each claim. A claim has rows once all its runs have ended.
+
+    Without the baselines of Table 2, no claim has rows.
+    """
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
@@ -53,7 +57,7 @@ def results_of_ablations(lab: Lab) -> Results:
 
 
 def with_table_2(tables: Tables, lab: Lab) -> Results:
-    """Returns this study's runs, together with Table 2's runs of the baselines if `has_baselines`."""
+    """Returns this study's runs. If `has_baselines`, the result also has Table 2's runs of the baselines."""
     if not has_baselines(lab):
         return Results(tables)
     table_2 = results_of(lab).runs
@@ -67,7 +71,7 @@ def has_baselines(lab: Lab) -> bool:
 
 
 def described(settings: comparison.Settings, results: Results, name: str) -> dict[str, Any]:
-    """Returns a model's variant, its changes, and its accuracy. Names that the study does not list belong to Table 2."""
+    """Returns a model's variant, its changes, and its accuracy. Names that are not in `settings` are models of Table 2."""
     training = settings.runs.get(name)
     return {
         "variant": training.variant if training else name,

@@ -1,8 +1,9 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
-The paper's OSA differs from ViT (no skip, no LN) in both. Here one changes at a time, which gives four cells: {softmax, OSA
-(exact)} × {Xavier, Section 4's initialisation}. For the first reading, the study first_reading trains two cells and this
-study the other two. For Table 2's reading, Table 2 has two cells and the study ablations trains the other two.
+The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We change one of the two at a
+time. This gives four cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. For the first reading, the study
+first_reading trains two cells, and this study trains the other two. For Table 2's reading, Table 2 has two cells, and the
+study ablations trains the other two.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -12,9 +13,11 @@ from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE, ablations
 
-CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")  # softmax before OSA, Xavier before Section 4
-ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # the cell that changes only this factor
-INTERACTION = (1, -1, -1, 1)  # weights of the cells; the sum is Section 4's gain for OSA minus its gain for softmax
+# Softmax with Xavier, softmax with Section 4's initialisation, OSA with Xavier, OSA with Section 4's initialisation
+CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")
+ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # factor → the cell that changes only this factor
+# Weights of the cells. The weighted sum is the gain by Section 4's initialisation for OSA minus the gain for softmax.
+INTERACTION = (1, -1, -1, 1)
 CLAIMS: tuple[str, ...] = ("attention_matters", "attention_matters_with_xavier")
 CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
@@ -33,8 +36,9 @@ def four_cells(results: Results) -> dict:
     Returns:
         is_trained    whether every cell has a run
         cells         the accuracy of each cell
-        gap           the mean accuracy of OSA with Section 4 minus that of softmax with Xavier
-        alone         the share of the gap that each change closes by itself; more than one in total if the changes overlap
+        gap           the mean accuracy of OSA with Section 4's initialisation minus the mean accuracy of softmax with Xavier
+        alone         the share of the gap that each change closes by itself. If the changes overlap, the shares add up to
+                      more than one.
         interaction   the verdict on the contrast `INTERACTION`
         verdicts      the verdict of each claim
     """

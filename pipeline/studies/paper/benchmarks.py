@@ -1,7 +1,8 @@
-"""How fast is OSA on several machines? The scripts of pipeline/benchmarks, run by hand, timed it.
+"""How fast is OSA on several machines? We ran the scripts in pipeline/benchmarks by hand, and read their timings here.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-The literal formulas test this. Our methods do not: they share matrix products, and no gradient passes through our QR.
+The literal formulas test this expectation. Our methods do not test it: both methods use the same matrix products, and no
+gradient passes through our QR.
 """
 
 from pathlib import Path
@@ -21,9 +22,9 @@ PASS = "forward and backward"
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Returns ratios of times on each machine, CPUs first.
 
-    steps       the time of each model's training step / ViT's
-    attention   the time of a call of Newton–Schulz / QR's
-    calls       on GPUs, the time of a whole call of the fastest softmax / OSA (exact)'s
+    steps       the time of each model's training step divided by the time of ViT's step
+    attention   the time of a call of Newton–Schulz divided by the time of a call of QR
+    calls       on GPUs, the time of a whole call of the fastest softmax divided by the time of a whole call of OSA (exact)
     """
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]
@@ -32,7 +33,10 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns Newton–Schulz's time / QR's for one head of the paper's models: with the literal formulas, and with ours."""
+    """Returns the time of Newton–Schulz divided by the time of QR, for one head of the paper's models.
+
+    The result has a ratio for the literal formulas and a ratio for our methods.
+    """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]
@@ -44,7 +48,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the time of the fastest softmax attention / the time of OSA (exact), by heads, tokens and ‖S‖₂.
+    """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂.
 
     `make gpu STEP=attention` timed whole calls with their gradients, as replays of CUDA graphs.
     """
@@ -61,14 +65,20 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """Returns each model's step time over ViT's on a CPU, with trained weights if these were timed."""
+    """Returns the time of each model's step on a CPU divided by the time of ViT's step.
+
+    The weights are trained weights if the benchmark timed these.
+    """
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """Returns each model's step time over ViT's on a GPU. `make gpu STEP=step` timed CUDA graphs, with initial weights."""
+    """Returns the time of each model's step on a GPU divided by the time of ViT's step.
+
+    `make gpu STEP=step` timed CUDA graphs with initial weights.
+    """
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine_rows({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())

@@ -1,6 +1,7 @@
 """Compares Table 2's models image by image: means over seeds and images, test loss, calibration, and votes of all seeds.
 
-It measures nothing. The stage `evaluate` listed the images that each run gets wrong; the stage `tables` gathered the lists.
+This study measures nothing. The stage `evaluate` lists the images that each run gets wrong. The stage `tables` gathers the
+lists.
 """
 
 import numpy as np
@@ -15,14 +16,14 @@ from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import judge_all, results_of
 
 DIFFERENCE = (1, -1)
-FEWEST_RUNS = 2  # fewest runs that give an interval
+FEWEST_RUNS = 2  # minimum number of runs for an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns `models` and `comparisons`.
 
     models        a row for each model: final loss, accuracy, calibration error, and the accuracy of its runs' majority vote
-    comparisons   the `means` of each comparison of accuracies, by claim; their intervals are over seeds and images
+    comparisons   the `means` of each comparison of accuracies, by claim. Their intervals are over seeds and images.
     """
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
@@ -33,8 +34,11 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
-    """Returns an array (runs, images) for each model: 1 if the run gets the test image right, else 0. All entries of a
-    diverged run are the accuracy of guessing."""
+    """Returns an array (runs, images) for each model.
+
+    An entry is 1 if the run classifies the test image correctly, and 0 otherwise. For a run that diverged, all entries are
+    the accuracy of guessing.
+    """
     if "mistakes" not in tables or tables["per_class"].empty:
         return {}
     of_runs = tables["per_class"].groupby(["variant", "seed"])["images"].sum()
@@ -48,7 +52,10 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns a claim's contrast of mean accuracies and its interval, in points; None if a model has fewer than two runs."""
+    """Returns a claim's contrast of mean accuracies and the interval of the contrast, in points.
+
+    Returns None if a model has fewer than two runs.
+    """
     if min(len(right.get(model, [])) for model in models) < FEWEST_RUNS:
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, DIFFERENCE))
@@ -70,7 +77,10 @@ def model_row(tables: Tables, variant: str, right: np.ndarray) -> dict:
 
 
 def vote(mistakes: pd.DataFrame, runs: int, images: int) -> float:
-    """Returns the accuracy of a majority vote of the runs. An image counts 1/k if the right class is one of k winners."""
+    """Returns the accuracy of a majority vote of the runs.
+
+    If k classes share the maximum number of votes and the right class is one of them, the image counts 1/k.
+    """
     votes = mistakes.groupby(["image", "prediction"]).size()  # votes for each wrong class of each image
     most = votes.groupby("image").max()
     leaders = (votes == votes.groupby("image").transform("max")).groupby("image").sum()

@@ -1,8 +1,8 @@
 """Table 1 and Section 3.1: what does orthogonal attention cost, by component and as a whole, for one head in float32?
 
-Multiply–adds and peak memory repeat exactly, and we check them; we do not check times. Three sweeps vary N alone, d alone,
-and N and d together at fixed N/d. Exponents are log–log slopes over N: the first sweep gives the degree in N, the third the
-total degree in N and d.
+The number of multiply–adds and the peak memory are the same in every measurement, and we check them. We do not check times.
+Three sweeps vary N alone, d alone, and N and d together at fixed N/d. Exponents are log–log slopes over N. The first sweep
+gives the degree in N, and the third sweep gives the total degree in N and d.
 """
 
 import itertools
@@ -46,27 +46,32 @@ METHODS: dict[str, Method] = {  # model → the method of its attention
     "osa_cayley": "cayley",
     "osa_qr_literal": "qr_literal",
 }
-SMALLEST = 64  # tokens of the smallest size; 8 doublings give 16,384, and the paper has N = 50
+SMALLEST = 64  # minimum N of the first sweep. After 8 doublings, N is 16,384. The paper has N = 50.
 NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
 class Settings(Section):
-    """Sizes of the sweeps. `largest_tokens` is the last of N = 64, 128, ... at fixed d; `repeats` counts timing rounds."""
+    """Sizes of the sweeps.
+
+    `largest_tokens` is the maximum of N = 64, 128, ... at fixed d. `repeats` is the number of timing rounds.
+    """
 
     largest_tokens: PositiveInt
     repeats: PositiveInt
-    width: PositiveInt = 16  # d_v while N varies: the paper's
+    width: PositiveInt = 16  # d_v while N varies, as in the paper
     widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # values of d at N = `tokens`
     tokens: PositiveInt = 2048
     joint: Sizes = Field([8, 16, 32, 64, 128])  # values of d at N = `tokens_per_width` · d
     tokens_per_width: PositiveInt = 32
-    most_tokens_matrix: PositiveInt = 4096  # the most tokens for N×N matrices: several of 64 MiB coexist
-    most_tokens_exponential: PositiveInt = 1024  # the most for an N×N exponential: its backward pass needs 2N×2N
-    sample_seconds: PositiveFloat = 0.005  # a sample repeats its call for this long, far above the clock's resolution
+    # Maximum N for calls that form N×N matrices. Several matrices of 64 MiB exist at the same time.
+    most_tokens_matrix: PositiveInt = 4096
+    # Maximum N for the exponential of an N×N matrix. Its backward pass needs 2N×2N matrices.
+    most_tokens_exponential: PositiveInt = 1024
+    sample_seconds: PositiveFloat = 0.005  # a sample repeats its call for this time, far above the clock's resolution
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        least = 256 * self.width  # N×N terms then dominate N×d terms at all fitted sizes
+        least = 256 * self.width  # from this N on, N×N terms dominate N×d terms at all fitted sizes
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -75,13 +80,16 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: "Lab") -> Tables:  # `lab` is unused: the stage need not depend on lab.py
+def measure(settings: Settings, lab: "Lab") -> Tables:  # `lab` is unused, so the stage need not depend on lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
 
 def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Counts multiply–adds and bytes of every call at every point. Bytes are those of the inputs plus the call's peak."""
+    """Counts multiply–adds and bytes of every call at every point.
+
+    The bytes are the sum of the bytes of the inputs and the call's peak memory.
+    """
     rows = []
     for sweep, tokens, width in tqdm(points(settings), desc="count", disable=None):
         for (part, direction), call in calls(tokens, width, settings, device).items():
@@ -92,7 +100,7 @@ def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Measures the seconds of every call at every point of the timed sweeps: median and quartiles."""
+    """Measures the median and the quartiles of the seconds of every call, at every point of the timed sweeps."""
     rows, order = [], random.Random(SEED)
     timed = [point for point in points(settings) if point[0] in TIMED]
     for sweep, tokens, width in tqdm(timed, desc="time", disable=None):
@@ -124,10 +132,11 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns calls for the rows of Table 1, each with the results of earlier rows as inputs, and for whole attention.
+    """Returns a call for each row of Table 1, and calls of whole attention.
 
-    The rows `small` and `application` have a second call, which multiplies in the order in which the paper writes the
-    product. Attention is ours by every method, and torch's softmax. A further call of each kind forms the N×N matrix.
+    The call of a row takes the results of earlier rows as inputs. The rows `small` and `application` have a second call,
+    which forms an N×N matrix, since it multiplies in the order in which the paper writes the product. The calls of whole
+    attention are OSA by every method, and torch's softmax. Two further calls form the N×N matrix of softmax and of exp(S).
     """
     qkv = (x.query, x.key, x.value)
     m = torch.cat(qkv[:2], dim=-1)  # (1, 1, N, 2d)
@@ -154,46 +163,49 @@ def parts(x: Inputs) -> dict[str, Call]:
     }
 
 
-# Formulas of Table 1 that `osa.reference` lacks: with products in the order that costs O(N), and with the N×N matrix formed
+# Formulas of Table 1 that `osa.reference` lacks. Functions whose names end in _dense form an N×N matrix. The others multiply
+# in the order that costs O(N).
 
 
 def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
-    """Returns BᵀB of the Newton–Schulz basis, iterating on 2d×2d matrices (end of Section 3). `orthogonal_attention` needs
-    no more than BᵀB."""
+    """Returns BᵀB of the Newton–Schulz basis B by iterations on 2d×2d matrices (end of Section 3).
+
+    `orthogonal_attention` needs only BᵀB.
+    """
     inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     return newton_schulz_gram(inverse_norm.square() * (m.mT @ m), num_iterations)
 
 
 def small_skew(scale: float, basis: Tensor, m: Tensor) -> Tensor:
-    """Returns [S] = BᵀSB (Eq. 7) from BᵀM, without S."""
+    """Returns [S] = BᵀSB (Eq. 7) from BᵀM, without forming S."""
     query, key = (basis.mT @ m).chunk(2, dim=-1)  # each (1, 1, 2d, d)
     return skew(scale, query, key)
 
 
 def small_skew_dense(scale: float, basis: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns [S] = BᵀSB (Eq. 7) with S formed, N×N."""
+    """Returns [S] = BᵀSB (Eq. 7). It forms the N×N matrix S."""
     return basis.mT @ (skew(scale, query, key) @ basis)
 
 
 def expm1_times(small: Tensor, products: Tensor) -> Tensor:
-    """Returns (exp[S] − I) BᵀV without exp[S], as `orthogonal_attention` computes it."""
+    """Returns (exp[S] − I) BᵀV without forming exp[S], as `orthogonal_attention` computes it."""
     return phi1_times(small, small @ products)
 
 
 def apply(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Returns Eq. 6 times V, from right to left: V + B ((exp[S] − I) (BᵀV))."""
+    """Returns the product of Eq. 6 and V, multiplied from right to left: V + B ((exp[S] − I) (BᵀV))."""
     products = basis.mT @ value
     return value + basis @ (exponential @ products - products)
 
 
 def apply_dense(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Returns A V with A = I + B (exp[S] − I) Bᵀ (Eq. 6) formed, N×N."""
+    """Returns A V with A = I + B (exp[S] − I) Bᵀ (Eq. 6). It forms the N×N matrix A."""
     identity, small_identity = (torch.eye(n, dtype=value.dtype, device=value.device) for n in basis.shape[-2:])
     return (identity + basis @ (exponential - small_identity) @ basis.mT) @ value
 
 
 def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns softmax(QKᵀ/√d) V with the N×N matrix formed."""
+    """Returns softmax(QKᵀ/√d) V. It forms the N×N matrix."""
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
@@ -204,25 +216,27 @@ ORDERS = {  # part → its key in `orders` of paper.yaml
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the symbols whose degree it measures; the two degrees tell orders apart
+# Sweep → the symbols in which the sweep measures a degree. The two degrees of an order tell it from the other orders.
+JUDGED = {"tokens": "N", "joint": "Nd"}
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
-FIT_POINTS = 4  # slopes use this many of a sweep's largest sizes, since exponents are asymptotic
-TOLERANCE = 0.05  # how far a slope may exceed an exponent. A wrong power adds 1. Over three doublings, one more
-# Taylor term or squaring after 15 adds 0.03. A lower-order term that is 10 % of the smallest count changes a slope by 0.04.
+FIT_POINTS = 4  # number of a sweep's largest sizes to which a slope is fitted, since exponents are asymptotic
+# The maximum by which a slope may exceed an exponent. A wrong power adds 1 to the slope. Over three doublings, one more
+# Taylor term or squaring after 15 adds 0.03. A lower-order term that is 10 % of the smallest count changes it by 0.04.
+TOLERANCE = 0.05
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the costs of Table 1's components, and of OSA as a whole against torch's fused softmax.
 
     components          each component's order in the paper and its `slopes`
-    table_1             the largest excess of a component's slope over the paper's exponent
-    linear              the same for whole OSA
-    formed              slopes over N of the operations of Eq. 7 and 6 when S and A are formed
-    crossings           the N from which on OSA is faster than softmax
-    softmax_over_osa    softmax's time / OSA's at `largest_tokens`
-    memory_over_fused   OSA's bytes / softmax's at `largest_tokens`
+    table_1             the maximum excess of a component's slope over the paper's exponent
+    linear              the maximum excess of a slope of whole OSA over the paper's exponent
+    formed              the slopes over N of the operations of Eq. 7 with S formed, and of Eq. 6 with A formed
+    crossings           the N above which OSA is faster than softmax
+    softmax_over_osa    softmax's time divided by OSA's time at `largest_tokens`
+    memory_over_fused   OSA's bytes divided by softmax's bytes at `largest_tokens`
 
-    The last three are for a forward and a backward pass.
+    `crossings`, `softmax_over_osa` and `memory_over_fused` are for a forward and a backward pass.
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components: list[dict[str, Any]] = [
@@ -245,7 +259,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns the exponents of a part's operations and memory along the sweeps of `JUDGED`; NaN for fewer than 3 sizes."""
+    """Returns the exponents of a part's operations and memory along the sweeps of `JUDGED`.
+
+    An exponent is NaN if the sweep has fewer than 3 sizes.
+    """
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -256,7 +273,9 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree of an order such as "N d^2 + d^3" in `symbols`: in N alone for "N", in both for "Nd"."""
+    """Returns the degree of an order such as "N d^2 + d^3". It is the degree in N if `symbols` is "N", and the total degree
+    in N and d if `symbols` is "Nd".
+    """
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
@@ -274,7 +293,7 @@ def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 
 def crossing(ratio: pd.Series) -> float | None:
-    """Returns the N from which on a ratio, indexed by N, stays below 1, interpolated on log–log axes.
+    """Returns the N above which a ratio stays below 1. The ratio is indexed by N, and interpolated on log–log axes.
 
     Returns the smallest N if the ratio is always below 1, and None if it is not below 1 at the largest N.
     """

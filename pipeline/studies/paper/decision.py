@@ -1,8 +1,9 @@
-"""Is OSA (QR) as accurate as ViT? Eleven new seeds of each decide it, or leave it open.
+"""Is OSA (QR) as accurate as ViT? Eleven new seeds of each model answer the question, or leave it open.
 
-Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25 alone
-decide. They train by Table 2's recipe, and we judge them by the rule and the limit of the claim `osa_matches_vit`. Whatever
-comes out, we neither pool them with earlier seeds nor add later ones. The page shows no result until all runs have ended.
+Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that only seeds 15 to 25
+decide the claim. Their runs follow Table 2's recipe. We judge the runs by the rule and the limit of the claim
+`osa_matches_vit`. Whatever the verdict is, we neither pool these seeds with earlier seeds nor add later seeds. The page
+shows no result until all runs have ended.
 """
 
 from typing import Any
@@ -44,14 +45,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns this study's verdict, which section_5 shows; None until all runs have ended."""
+    """Returns this study's verdict for section_5. Returns None until all runs have ended."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
     return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:
-    """Returns the verdict of a claim's first comparison; None while a run is missing."""
+    """Returns the verdict of a claim's first comparison. Returns None while a run of one of its models is missing."""
     first, second = claim.compare[0]
     if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
         return None
@@ -63,8 +64,9 @@ def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float],
 
     Returns:
         rows        for each true difference in points, the shares of "reproduced" and "contradicted" among the experiments
-        together    two shares of "reproduced" after Holm's correction, for two models of equal accuracy: if no other
-                    comparison of the family is significant, and if all the others but one are
+        together    two shares of "reproduced" after Holm's correction, for two models of equal accuracy. The first share is
+                    for the case that no other comparison of the family is significant. The second share is for the case
+                    that all other comparisons but one are significant.
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

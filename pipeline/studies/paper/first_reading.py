@@ -1,7 +1,8 @@
 """Ten seeds of Table 2's models by the first reading of the recipe: pixels in [0, 1], Xavier for each matrix separately.
 
-We knew seeds 0 to 4 before we wrote the second rule of verdicts, and all ten before the present rule. The runs are the
-baseline of the studies that follow this reading. Git has their records; CHANGELOG names the commit with their weights.
+We knew the results of seeds 0 to 4 before we wrote the second rule of verdicts, and the results of all ten seeds before we
+wrote the present rule. The runs are the baseline of the studies that follow this reading. Git has the records of the runs.
+CHANGELOG names the commit that has their weights.
 """
 
 from typing import Any

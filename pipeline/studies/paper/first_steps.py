@@ -1,10 +1,11 @@
-"""The first steps of OSA from the same weights and images: Newton–Schulz with the paper's K = 6 and with 10, and QR.
+"""Compares the first training steps of OSA by three methods: Newton–Schulz with the paper's K = 6 and with K = 10, and QR.
 
-Section 3 prefers Newton–Schulz for its stable gradients. But Newton–Schulz's error grows with ‖S‖₂, which nothing bounds
-during training. A run fails if the mean loss of its last steps is not clearly below that of guessing. We repeat a failing
-run in float64 from the same weights, to see the effect of rounding.
+All methods start from the same weights and see the same images. Section 3 prefers Newton–Schulz for its stable gradients.
+But the error of Newton–Schulz grows with ‖S‖₂, which nothing bounds during training. A run fails if the mean loss of its
+last steps is not clearly below the loss of guessing. We repeat a failing run in float64 from the same weights, to see the
+effect of rounding.
 
-It takes one core an hour and a half, so no DVC stage runs it: `python -m pipeline study first_steps`.
+The study takes one core an hour and a half, so no DVC stage runs it. The command is `python -m pipeline study first_steps`.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ from pipeline.studies.charts import legend, logarithmic, panels
 from pipeline.studies.lab import Lab, first_steps
 from pipeline.training.loop import Training
 
-LEARNT = GUESS_LOSS - 0.1  # a run learns if the mean loss of its last steps is lower
+LEARNT = GUESS_LOSS - 0.1  # a run learns if the mean loss of its last steps is below this value
 LAST_STEPS = 20
 
 
@@ -36,7 +37,7 @@ class Settings(comparison.Settings):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each step of each run: the loss and the gradient, and after the step ‖S‖₂ and the singular values of A."""
+    """Measures each step of each run: the loss and the gradient of the step, and the `extremes` after the step."""
     tables = []
     for name, (variant, overrides, seed) in settings.requests():
         config = lab.config(variant, overrides)
@@ -66,7 +67,10 @@ def steps_of(training: Training, steps: int) -> pd.DataFrame:
 
 @torch.no_grad()
 def extremes(training: Training) -> dict[str, float]:
-    """Returns the largest ‖S‖₂, largest ‖A‖₂ and smallest σ_min(A) over layers, heads and `LAYER_IMAGES` images."""
+    """Returns the maximum of ‖S‖₂, the maximum of ‖A‖₂ and the minimum of σ_min(A).
+
+    They are taken over all layers, all heads and `LAYER_IMAGES` images.
+    """
     norms, largest, smallest = [], [], []
     for layer, x in attention_inputs(training.model, training.data.test_images[:LAYER_IMAGES]):
         assert isinstance(layer, OrthogonalSelfAttention)
@@ -84,17 +88,19 @@ def extremes(training: Training) -> dict[str, float]:
 
 
 def learns(losses: pd.Series, steps: int) -> bool:
-    """Returns whether a run learns. A run that ended early, at a loss that is not finite, does not."""
+    """Returns whether a run learns. A run that ended early, at a loss that is not finite, does not learn."""
     return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns each model's seeds that fail, and the extremes over its runs in float32.
 
-    failing          seeds that fail in float32; beside `models`, their number over all models
-    failing_double   the same in float64
+    failing          the seeds that fail in float32
+    failing_double   the seeds that fail in float64
     learning         `extremes_of` the runs that learn
     lost             `extremes_of` the runs that fail
+
+    Beside `models`, `failing` and `failing_double` are the numbers of these seeds over all models.
     """
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
@@ -119,7 +125,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
-    """Returns the largest ‖S‖₂ and the smallest σ_min(A) over all steps of these runs; None without runs."""
+    """Returns the largest ‖S‖₂ and the smallest σ_min(A) over all steps of these runs, or None without runs."""
     return None if rows.empty else {"skew_norm": rows["skew_norm"].max(), "smallest": rows["smallest"].min()}
 
 
@@ -148,7 +154,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
 
 
 def label_with_count(settings: Settings, lab: Lab, name: str) -> str:
-    """Returns a model's label, with K if K is not the paper's."""
+    """Returns a model's label. The label includes K if K is not the paper's."""
     training = settings.runs[name]
     iterations = training.set.get("variant", {}).get("num_iterations")
     return lab.label(training.variant) + (f", K = {iterations}" if iterations else "")

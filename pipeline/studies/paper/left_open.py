@@ -1,4 +1,4 @@
-"""Choices that the paper leaves open. We change one at a time and compare with the runs of the first reading."""
+"""Choices that the paper leaves open. We change one choice at a time, and compare with the runs of the first reading."""
 
 from matplotlib.figure import Figure
 
@@ -13,13 +13,13 @@ MARGIN = 1.0  # points: a larger change would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes` in several forms.
+    """Returns the rows of `changes` in several forms, and two counts.
 
-    tried     the rows by key of params.yaml
-    changes   the rows by name
-    choices   the number of rows that have runs
-    matter    the rows of choices that matter
     topics    the number of details that the paper leaves open
+    tried     the rows of all choices, by key of params.yaml
+    choices   the number of choices of which at least one run exists
+    matter    the rows of the choices that matter
+    changes   the rows of all choices, by name
     """
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
@@ -36,10 +36,11 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """Returns each choice's accuracy, and its change from the first reading's runs that start, with a 95 % interval.
+    """Returns a row for each choice: its accuracy, and the change of the accuracy with a 95 % interval.
 
-    We assume the same spread in both samples, as if the choice changed nothing, so one run is enough for an interval. A
-    choice matters if its whole interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
+    The change is the difference from those runs of the first reading that start. We assume that both samples have the same
+    spread, as if the choice changed nothing. One run of a choice is then enough for an interval. A choice matters if its
+    whole interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():

@@ -1,9 +1,9 @@
-"""OSA without skips and LN against ViT on CIFAR-10, each with the better of two optimisers at the best of three rates.
+"""Compares OSA without skips and LN with ViT on CIFAR-10. Each model has the better of two optimisers.
 
-Short trainings search for the best rate of each model and optimiser. The rate with the lowest train loss after the last
-epoch wins: a choice by test accuracy would use the test set twice. Long trainings follow, with other seeds. For each model
-we take the optimiser whose long trainings end with the lower mean train loss. We wrote the claim before the first run. The
-page shows nothing until all runs have ended.
+Short trainings search for the best of three learning rates for each model and optimiser. The best rate is the rate with the
+lowest train loss after the last epoch. We do not choose by test accuracy, since that would use the test set twice. Long
+trainings at the best rate follow, with other seeds. For each model we take the optimiser whose long trainings end with the
+lower mean train loss. We wrote the claim before the first run. The page shows nothing until all runs have ended.
 """
 
 import itertools
@@ -26,7 +26,7 @@ SEARCH = "_search"  # suffix of a short training's name
 
 
 class Settings(Section):
-    """Every optimiser trains every model: at every rate with `search_seed`, then at the best rate with `seeds`."""
+    """Every optimiser trains every model at every rate with `search_seed`, and then at the best rate with `seeds`."""
 
     reading: Name  # a key of readings in pipeline/paper.yaml
     set: Overrides  # values replaced in all trainings
@@ -50,8 +50,10 @@ def search_requests(settings: Settings, model: str, optimizer: str) -> dict[floa
 
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
-    """Returns the rate whose short training ends with the lowest train loss; None until all have ended. A diverged training
-    has an infinite loss."""
+    """Returns the rate whose short training ends with the lowest train loss.
+
+    A training that diverged has an infinite loss. Returns None until all short trainings have ended.
+    """
     requests = search_requests(settings, model, optimizer)
     losses = {}
     for rate, request in requests.items():
@@ -62,7 +64,10 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields the name and request of each short training, and of the long trainings whose search has ended."""
+    """Yields the name and request of each short training and of each long training.
+
+    The long trainings of a model and optimiser follow once all their short trainings have ended.
+    """
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():
             yield f"{model}_{optimizer}{SEARCH}", each
@@ -76,7 +81,10 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the runs, and in `rates` the rate of each model and optimiser whose search has ended."""
+    """Returns the tables of the runs, and the table `rates`.
+
+    `rates` has the best rate of each model and optimiser whose short trainings have ended.
+    """
     listed, rates = [], {}
     for name, (variant, overrides, seed) in requests(settings, lab):
         listed.append((name, lab.run(variant, overrides, seed), lab.config(variant, overrides)))
@@ -86,7 +94,10 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns a row for each model and optimiser, and the verdict; neither until all runs have ended."""
+    """Returns a row for each model and optimiser, and the verdict.
+
+    Until all runs have ended, there are no rows and the verdict is None.
+    """
     results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}

@@ -1,10 +1,10 @@
-"""Is OSA (QR) as accurate as ViT, each at its own learning rate? The paper gives both the same.
+"""Is OSA (QR) as accurate as ViT if each model has its own learning rate? The paper gives both models the same rate.
 
 We declared the following before the first run. A search trains each model by Table 2's recipe at three rates with one seed,
-and holds out 5,000 training images. The rate with the lowest loss on these images wins; nothing else counts. If the highest
-rate wins, the search tries a higher one. The page says if the winner is the lowest or highest rate tried. A training that
-diverges has an infinite loss. Five new seeds of each model, at its best rate, then decide by the limit and test of the study
-`decision`.
+and holds out 5,000 training images. The best rate is the rate with the lowest loss on these images, and nothing else counts.
+If the highest of the three rates is the best, the search also tries a higher rate. The page says whether the best rate is
+the lowest or highest rate that was tried. A training that diverges has an infinite loss. We then train five new seeds of
+each model at its best rate. They decide the claim by the limit and the test of the study `decision`.
 """
 
 from collections.abc import Iterator
@@ -43,8 +43,10 @@ def request(model: str, rate: float, seed: int, **train: Any) -> Request:
 
 
 def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | None]:
-    """Returns the loss on held-out images at each rate of a model's search: infinite if training diverged, None if it has
-    not ended."""
+    """Returns the loss on the held-out images at each rate of a model's search.
+
+    The loss is infinite if the training diverged, and None if the training has not ended.
+    """
     losses = {rate: search_loss(settings, model, rate, lab) for rate in settings.rates}
     if None not in losses.values() and best(losses) == max(settings.rates):
         losses[settings.last_rate] = search_loss(settings, model, settings.last_rate, lab)
@@ -52,7 +54,7 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    """Returns the last loss of a search on the held-out images. The run calls it test loss."""
+    """Returns the last loss of a search on the held-out images. The run records it as test loss."""
     return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 
@@ -66,7 +68,10 @@ def best(losses: dict[float, Any]) -> float:
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields the name and request of each training. Those at a model's best rate follow once its search has ended."""
+    """Yields the name and request of each training.
+
+    The trainings at a model's best rate follow once the model's search has ended.
+    """
     for model in settings.models:
         losses = searches(settings, model, lab)
         for rate in losses:
@@ -86,7 +91,10 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns the power of the comparison and, once all runs have ended, each model's rate and losses, and the verdict."""
+    """Returns the power of the comparison. Once all runs have ended, also returns a row for each model and the verdict.
+
+    The row of a model has its best rate, the losses of its search, and its accuracy.
+    """
     claim, results, sizes = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), [len(settings.seeds)] * 2
     power = decision.powers(claim, settings.spreads, settings.differences, sizes)
     summary: dict[str, Any] = {"power": power, "rows": [], "verdict": None}
@@ -102,7 +110,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns this study's verdict, which section_5 shows; None until all runs have ended."""
+    """Returns this study's verdict for section_5. Returns None until all runs have ended."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
     return decision.judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))

@@ -1,8 +1,8 @@
 """Does a training repeat? Some runs of Table 2 and of the first reading were trained again: by another process, for another
 study, or here since the last commit.
 
-On the same kind of machine every bit of the weights and curves repeats. On another kind rounding differs, and the accuracy
-can differ as much as between seeds.
+On the same kind of machine every bit of the weights and curves repeats. On another kind of machine rounding differs. The
+accuracy can then differ as much as between seeds.
 """
 
 import json
@@ -64,13 +64,13 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def ended_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run; None if its training has not ended."""
+    """Returns the record and metrics of a run, or None if the training has not ended."""
     record = run.record()
     return (record, run.metrics()) if record else None
 
 
 def committed_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run in the last commit; None if either is missing."""
+    """Returns the record and metrics of a run in the last commit, or None if one of them is missing."""
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None
@@ -104,7 +104,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     repeated     the number of repeats on the same kind of machine, with the same version of torch
     same_bits    how many of these repeats have the same bits in curves and weights
     other_bits   both accuracies of each repeat counted in `repeated` but not in `same_bits`
-    elsewhere    the change of accuracy of each repeat not counted in `repeated`, and whether the repeat's accuracy lies in
+    elsewhere    for each repeat not counted in `repeated`, the change of accuracy, and whether the repeat's accuracy lies in
                  the prediction interval of one more seed
     replaced     both accuracies of each training that replaces a committed one
     """

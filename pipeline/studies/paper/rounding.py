@@ -1,8 +1,8 @@
 """Does rounding decide whether a run starts?
 
-We repeat a run that did not start, with initial weights that differ by a millionth: only `train.perturbation` changes. If
-some repeats start and others do not, a change far smaller than any choice of a recipe decides whether a run starts. The page
-shows nothing until all runs have ended.
+We repeat a run that did not start. Each repeat has initial weights that differ by a millionth, set by `train.perturbation`.
+If some repeats start and others do not, a change far smaller than any choice of a recipe decides whether a run starts. The
+page shows nothing until all runs have ended.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pipeline.studies.lab import Lab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns the accuracy (%) of each repeat, and how many start."""
+    """Returns the accuracy (%) of each repeat, and the number of repeats that start."""
     results = Results(tables)
     accuracies = [accuracy for name in settings.runs for accuracy in results.accuracies(name)]
     start = sum(len(results.starting(name)) for name in settings.runs)

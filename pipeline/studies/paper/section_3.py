@@ -19,7 +19,7 @@ from pipeline.studies.lab import Lab
 
 METHODS = ("qr_literal", "qr", "newton_schulz", "exact")
 TOKENS, WIDTH = 50, 16  # N and d_v of the paper's models
-SKEW_NORM = 1.0  # ‖S‖₂, as after a few epochs
+SKEW_NORM = 1.0  # ‖S‖₂, as in a model after a few epochs of training
 
 
 class Settings(Section):
@@ -28,9 +28,9 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the relative error of ∂⟨direction, output⟩/∂M in float32 for each M with σ_max = 1 and each method.
+    """Measures the relative error of ∂⟨direction, output⟩/∂M in float32, for each matrix M and each method.
 
-    We compare with autograd through the dense reference of the same function in float64.
+    Every M has σ_max = 1. The reference is autograd through the dense form of the same function in float64.
     """
     rows = []
     for condition, seed in itertools.product(settings.conditions, settings.seeds):
@@ -60,7 +60,7 @@ def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each method's median error at the worst-conditioned M."""
+    """Returns each method's median error at the M with the maximum condition number, and the σ_min of this M."""
     gradients, worst = tables["gradients"], max(settings.conditions)
     errors = gradients[gradients["condition"] == worst].groupby("method")["error"].median()
     return {"methods": {method: {"worst": errors[method]} for method in METHODS}, "smallest": 1 / worst}

@@ -1,6 +1,7 @@
-"""Do the claims of Section 5 hold in our runs of Table 2? claims.yaml states them; pipeline/statistics/verdicts.py judges.
+"""Do the claims of Section 5 hold in our runs of Table 2? claims.yaml states the claims.
 
-The study measures nothing: the stage `tables` gathered the runs.
+pipeline/statistics/verdicts.py has the rule by which we judge the claims. The study measures nothing. The stage `tables`
+gathers the runs.
 """
 
 import math
@@ -38,9 +39,9 @@ ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits: points, and ratios
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits, in points and as ratios
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training: every point of a curve except the last
+FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training: one for each point of a curve except the last
 
 
 def results_of(lab: Lab) -> Results:
@@ -63,7 +64,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns a row for each comparison of each claim: the verdict, and the paper's value if its Table 2 gives one."""
+    """Returns a row for each comparison of each claim: the verdict, and the paper's value if the paper's Table 2 has one."""
     declared = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
     judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
@@ -77,8 +78,11 @@ def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[s
 
 
 def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns the verdicts of Table 2's runs. If new seeds have decided a claim, their verdict replaces Table 2's, which
-    moves to `before`."""
+    """Returns the verdicts of Table 2's runs.
+
+    If new seeds have decided a claim, their verdict replaces the verdict of Table 2's runs. `before` has the replaced
+    verdict.
+    """
     judged = judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab)
     for name, verdict in fresh(lab).items():
         if name in judged:
@@ -88,13 +92,13 @@ def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
 
 
 def baseline(claim: AnyClaim) -> str:
-    """Returns the model that a comparison compares OSA with."""
+    """Returns the model with which a claim compares OSA."""
     assert isinstance(claim, Comparison)
     return claim.compare[0][1]
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """Returns the verdicts of new seeds on the claims in `FRESH`, without claims that still wait for runs."""
+    """Returns the verdicts of new seeds on the claims in `FRESH`. It leaves out claims that still wait for runs."""
     found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
@@ -109,7 +113,7 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
         leaves_open        the names of the comparisons that are undecided
         adjusted           Holm's adjusted p-value of each comparison
         together           the number of comparisons that hold at a family-wise error of 5 %
-        family_p           the largest adjusted p-value among them
+        family_p           the maximum adjusted p-value of these comparisons; None if no comparison holds
     """
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh
@@ -138,9 +142,9 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
     loss    the train loss
     epoch   the median epoch at which the second model reaches it
-    ratio   the first model's epochs to this loss / the second's, as claims of speed estimate it
+    ratio   the first model's epochs to this loss divided by the second model's epochs, estimated as in claims of speed
 
-    A loss that half of the runs of either model never reach has no row.
+    If half of the runs of a model never reach a loss, the loss has no row.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
@@ -154,7 +158,10 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the epoch, counted by the second model, from which on the first stays ahead; None if it ends behind."""
+    """Returns the epoch of the second model's training from which on the first model stays ahead.
+
+    Returns None if the first model is behind at the lowest loss that both models reach.
+    """
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
     since = behind[-1] + 1 if len(behind) else 0
@@ -205,7 +212,10 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of epochs over the train loss that both models reach, and marks where claims are judged."""
+    """Draws the ratio of epochs over the train loss that both models reach.
+
+    A vertical line marks the train loss at which the claim is judged.
+    """
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

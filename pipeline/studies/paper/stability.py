@@ -1,7 +1,7 @@
 """Does OSA train stably with gradients through a QR decomposition, as Section 5 observed?
 
 We train `osa_qr_literal`. The variant `osa_qr` computes the same function but never differentiates a decomposition, so its
-runs cannot tell.
+runs cannot answer the question.
 """
 
 from pipeline.statistics.claims import Results, Stability, largest_rise, read_claim

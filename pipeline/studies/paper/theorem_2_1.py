@@ -1,7 +1,8 @@
 """Theorem 2.1: exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K].
 
-QR and exact must give the dense exponential up to rounding, which checks the code. Newton–Schulz (Eq. 9) stops before its B
-is orthonormal: how far is its A from exp(S)? We vary ‖S‖₂ and cond(M) of Gaussian M, and measure layers as initialised.
+The methods "qr" and "exact" must give the dense exponential up to rounding. This checks the code. Newton–Schulz (Eq. 9)
+stops before B is orthonormal. How far is its A from exp(S)? We vary ‖S‖₂ and cond(M) of Gaussian matrices M. We also measure
+the layers of the models as initialised.
 """
 
 import itertools
@@ -35,7 +36,7 @@ NORM = 1.0  # ‖S‖₂ while cond(M) varies
 
 class Settings(Section):
     seeds: Seeds
-    sizes: HeadSizes = Field([[17, 4], [50, 16]])  # N, d_v: small, and the paper's
+    sizes: HeadSizes = Field([[17, 4], [50, 16]])  # (N, d_v) of a small head and of the paper's heads
     norms: list[PositiveFloat] = Field([1e-3, 1e-2, 0.1, 1, 3, 10, 30, 100], min_length=1)  # norms of S
     conditions: list[Condition] = Field([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8], min_length=1)  # condition numbers of M
 
@@ -89,7 +90,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """Returns ‖A − exp(S)‖₂, (...): A by `method` in the inputs' dtype, exp(S) as a dense matrix in float64."""
+    """Returns ‖A − exp(S)‖₂, (...). A is by `method` in the dtype of the inputs; exp(S) is a dense matrix in float64."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 
@@ -97,9 +98,10 @@ def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method,
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
     """Bounds the rounding in `exponential_error`: γ (1 + μ) for "qr" and γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
-    γ is `rounding(max(N, 2d_v))`. S has an error of γ μ, dense or not, and exp moves by at most as much as S does (Lemma
-    C.7). "exact" multiplies Z, ‖Z‖₂ ≤ μ, by vectors of size ‖M‖₂, and the result by scale · ‖M‖₂, so μ enters twice. The
-    functions of Z in between act as functions of S, and their norms are at most 1.
+    γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, whether or not S is formed. The error of exp(S) is at most the
+    error of S (Lemma C.7). The method "exact" multiplies Z, with ‖Z‖₂ ≤ μ, by vectors of norm ‖M‖₂. It multiplies the result
+    by scale · ‖M‖₂, so μ enters twice. The functions of Z between these products act as functions of S, and their norms are
+    at most 1.
 
     Args:
         query, key: (..., N, d_v).

@@ -1,8 +1,8 @@
 """Theorem 2.2: Σ_l = X_l X_lᵀ = A Σ₀ Aᵀ with A ∈ SO(N), so every depth keeps the rank and eigenvalues of Σ₀.
 
-We stack one-head layers without MLP, skip or norm, with W^V W^O orthogonal. QR and exact must keep the spectrum up to
-rounding, which checks the code. How do Newton–Schulz, softmax, and softmax with a skip change it? The tokens are Gaussian or
-an image's.
+We stack layers with one head, without MLP, skip or norm. The product W^V W^O is an orthogonal matrix. The methods "qr" and
+"exact" must keep the spectrum up to rounding. This checks the code. How do Newton–Schulz, softmax, and softmax with a skip
+change the spectrum? The tokens are Gaussian or come from an image.
 """
 
 import itertools
@@ -29,13 +29,13 @@ from pipeline.studies.lab import Lab
 
 ORTHOGONAL_METHODS = ("qr", "exact")  # methods whose A is orthogonal up to rounding
 SOFTMAX_STACKS = ("softmax", "softmax, skip")  # stacks for comparison
-TOLERANCE = 1e-10  # relative change of an eigenvalue: 64 layers · n · eps · cond(X), where cond(X) is about 1,000
+TOLERANCE = 1e-10  # maximum relative change of an eigenvalue: 64 layers · n · eps · cond(X), where cond(X) is about 1,000
 
 
 class Settings(Section):
     seeds: Seeds
     depths: list[Annotated[int, Field(ge=0)]] = Field(min_length=2)
-    alphas: list[PositiveFloat] = Field([0.1, 1], min_length=1)  # the paper's initial α, and one that takes A far from I
+    alphas: list[PositiveFloat] = Field([0.1, 1], min_length=1)  # the paper's initial α, and an α for which A is far from I
 
     @model_validator(mode="after")
     def _depths_rise(self):
@@ -77,7 +77,7 @@ def _image_tokens(lab: Lab, seed: int) -> Tensor:
 
 
 def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
-    """Returns method and α of each stack of orthogonal attention."""
+    """Returns the method and the α of each stack of orthogonal attention, by the name of the stack."""
     return {f"{method}, alpha {alpha:g}": (method, alpha) for alpha, method in itertools.product(settings.alphas, METHODS)}
 
 
@@ -91,7 +91,9 @@ def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[
 def attention_stack(
     x: Tensor, weights: list[tuple[Tensor, Tensor, Tensor]], attention: Callable[..., Tensor], skip: bool
 ) -> Iterator[Tensor]:
-    """Yields X₀ = x, then X_l = attention(X W^Q_l, X W^K_l, X W_l) [+ X for `skip`] of each layer l, where X = X_{l−1}.
+    """Yields X₀ = x, and then X_l = attention(X W^Q_l, X W^K_l, X W_l) of each layer l, where X = X_{l−1}.
+
+    If `skip` is true, each layer adds X to the result of the attention.
 
     Args:
         x: (N, d).
@@ -106,9 +108,10 @@ def attention_stack(
 
 
 def kernel_eigenvalues(x: Tensor) -> Tensor:
-    """Returns the min(N, d) largest eigenvalues of Σ = X Xᵀ, in descending order: squared singular values of X (N, d).
+    """Returns the min(N, d) largest eigenvalues of Σ = X Xᵀ, in descending order, for X (N, d).
 
-    The other eigenvalues are zero. An eigendecomposition of X Xᵀ would lose eigenvalues below eps · λ₁.
+    They are the squares of the singular values of X. The other eigenvalues are zero. An eigendecomposition of X Xᵀ would
+    lose eigenvalues below eps · λ₁.
     """
     return torch.linalg.svdvals(x).square()
 
@@ -127,9 +130,10 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns the largest relative changes of an eigenvalue, and effective ranks of images.
 
-    float64         the largest change by "qr" and "exact", checked
+    float64         the check of the largest change by "qr" and "exact"
     newton_schulz   the largest change by Newton–Schulz
-    rank            mean over seeds, before the first layer and after the last layer of each softmax stack
+    rank            the effective rank before the first layer and after the last layer of each softmax stack, as the mean
+                    over seeds
     """
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]

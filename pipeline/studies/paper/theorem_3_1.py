@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
-The proof needs singular values σᵢ ≤ 1 of B. With Newton–Schulz (Eq. 9) this holds, so the bounds check the code. Do they
-hold with Polar Express, whose σᵢ pass 1 before they converge? And how orthogonal are the layers? We vary K, cond(M)
-and ‖S‖₂, and measure the layers of the models as initialised, with the K of each model.
+The proof needs a B whose singular values σᵢ are at most 1. With Newton–Schulz (Eq. 9) they are, so the bounds check the
+code. Do the bounds hold with Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in the layers of
+a model? We vary K, cond(M) and ‖S‖₂. We also measure the layers of the models as initialised, with the K of each model.
 """
 
 import itertools
@@ -44,8 +44,8 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one dash patter
 
 class Settings(Section):
     seeds: Seeds
-    sizes: HeadSizes = Field([[50, 16]])  # N, d_v: the paper's
-    iterations: PositiveInt = 12  # the largest K
+    sizes: HeadSizes = Field([[50, 16]])  # (N, d_v) of the paper's heads
+    iterations: PositiveInt = 12  # maximum K
     norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # norms of S that trained layers have
     conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # condition numbers of M
 
@@ -98,8 +98,8 @@ def _bases(m: Tensor, num_iterations: int) -> dict[str, list[Tensor]]:
 def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[Tensor]:
     """Iterates M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k, from M₀ = M/(‖M‖_F + ε) for M (..., N, 2d_v).
 
-    (1.5, −0.5, 0) at every step is Eq. 9. The coefficients of Amsel et al. (2025) overshoot: singular values pass 1 before
-    they converge to it.
+    The coefficients (1.5, −0.5, 0) at every step give Eq. 9. With the coefficients of Amsel et al. (2025), singular values
+    exceed 1 before they converge to 1.
 
     Returns:
         M₁, M₂, …, each (..., N, 2d_v).
@@ -128,14 +128,14 @@ def low_rank_exponential(basis: Tensor, s: Tensor) -> Tensor:
 
 
 def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns two bounds on ‖YᵀY − I‖₂ from Theorem 3.1, and a third that allows ‖B‖₂ > 1: B (..., N, r) → each (...).
+    """Returns two bounds on ‖YᵀY − I‖₂ from Theorem 3.1, and a third bound that allows ‖B‖₂ > 1, each (...).
 
         (e^‖S‖ − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|        Eq. 10
         (e^‖S‖ − 1)² / 4                         Eq. 11
         (e^(σ₁²‖S‖) − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|   for B of any norm
 
-    σᵢ are the singular values of B. The proof (Eq. 41 and 43) drops ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹ because Newton–Schulz keeps
-    σᵢ ≤ 1. With these factors, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
+    σᵢ are the singular values of B (..., N, r). The proof (Eq. 41 and 43) drops the factors ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹, because
+    Newton–Schulz keeps σᵢ ≤ 1. With these factors, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
     """
     squares = torch.linalg.svdvals(basis).square()
     gap = (squares * (squares - 1)).abs().amax(-1)
@@ -147,9 +147,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Checks the bounds, and summarises ‖AᵀA − I‖₂ in layers.
 
     eq_10, eq_11    the worst case of each bound for Newton–Schulz
-    polar_express   how often, how far and up to which K its error exceeds Eq. 10, and the worst case of the general bound
+    polar_express   the number of cases, the number of cases whose error exceeds Eq. 10, the maximum ratio of the error to
+                    Eq. 10, the maximum K at which the error exceeds Eq. 10, and the worst case of the general bound
     initial         the largest ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised
-    trained         the largest ‖AᵀA − I‖₂ in each trained model, summarised over seeds
+    trained         for each trained model, the summary over seeds of the largest ‖AᵀA − I‖₂
     """
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
@@ -176,7 +177,11 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws two panels over K: the error at the ‖S‖₂ nearest to 1, by cond(M); and the largest ratio of error to Eq. 10."""
+    """Draws two panels over K.
+
+    The first panel shows the error at the ‖S‖₂ nearest to 1, by cond(M). The second panel shows the maximum ratio of the
+    error to Eq. 10.
+    """
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -19,8 +19,8 @@ from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import worst_case
 from pipeline.studies.lab import Lab
 
-SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h; the second has N < 2d_v
-ALPHA = 1.0  # makes J₁ as large as J₂
+SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h. In (11, 12, 2), N is less than 2d_v = 12.
+ALPHA = 1.0  # with this α, J₁ is about as large as J₂
 
 
 class Settings(Section):
@@ -28,7 +28,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ‖J − (J₁ + J₂)‖_F/‖J‖_F of one head on Gaussian tokens, and both terms' spectral norms."""
+    """Measures ‖J − (J₁ + J₂)‖_F/‖J‖_F of one head on Gaussian tokens, ‖J₁‖₂ and ‖J₂‖₂."""
     rows = []
     for (tokens, d, heads), seed, method in itertools.product(SIZES, settings.seeds, METHODS):
         generator = lab.generator(seed, f"theory/jacobian/{tokens}x{d}x{heads}")
@@ -50,7 +50,8 @@ def terms_and_jacobian(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns J₁ and J₂ of Eq. 13, and J by automatic differentiation, each (N·d, N·d).
 
-    J₁ uses ∂A of the exponential in closed form. For Newton–Schulz, A is not exp(S), and automatic differentiation gives ∂A.
+    J₁ needs the derivative ∂A. For A = exp(S), we compute ∂A in closed form. For Newton–Schulz, A is not exp(S), and we
+    compute ∂A by automatic differentiation.
     """
     w_query, w_key, w_value, w_out = weights
 
@@ -65,13 +66,14 @@ def terms_and_jacobian(
 def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> Tensor:
     """Returns ∂vec A/∂vec X of A = exp(S), (N², N·d), without automatic differentiation.
 
-    ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). The integral of Eq. 79 is elementwise
-    in the eigenvectors U of iS, with eigenvalues λ: Uᴴ ∂A U = Φ ∘ Uᴴ ∂S U, Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
+    ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). Let U be the eigenvectors of
+    iS and λ its eigenvalues. In this basis, the integral of Eq. 79 is an elementwise product: Uᴴ ∂A U = Φ ∘ (Uᴴ ∂S U) with
+    Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
     """
     tokens, width = x.shape
     directions = torch.eye(tokens * width, dtype=x.dtype).unflatten(1, (width, tokens)).mT  # (N·d, N, d)
     half = scale * directions @ query_key_product(w_query, w_key) @ x.mT
-    change = half - half.mT  # (N·d, N, N): W̃ is skew
+    change = half - half.mT  # ∂S, (N·d, N, N): half.mT = −scale · X W̃ ∂Xᵀ, since W̃ is skew-symmetric
     values, vectors = torch.linalg.eigh(1j * skew(x @ w_query, x @ w_key, scale))
     mean, difference = (values[:, None] + values) / 2, (values[:, None] - values) / 2
     phi = torch.exp(-1j * mean) * torch.sinc(difference / math.pi)  # torch.sinc(x) is sin(πx)/(πx)

@@ -1,6 +1,6 @@
 """Theorem 4.2: with the initialisation of Section 4 the query–key product W̃ has condition number 1.
 
-We compare the singular values of W̃ by this initialisation and by Xavier's, and κ(W̃) before and after training.
+We measure the singular values and the condition number κ of W̃ with this initialisation and with Xavier's.
 """
 
 import itertools
@@ -27,7 +27,10 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the singular values of each head's W̃: by Section 4's initialisation in both precisions, and by Xavier's."""
+    """Measures the singular values of W̃ of each head.
+
+    Section 4's initialisation is measured in float32 and float64, and Xavier's in float64.
+    """
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():
@@ -42,7 +45,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelfAttention) -> list[dict]:
-    """Measures each head: the 2d_v nonzero singular values of W̃, their extremes, their distance from 1, and κ."""
+    """Returns a row for each head.
+
+    The row has the 2d_v nonzero singular values of W̃, their maximum and minimum, their maximum distance from 1, and κ(W̃).
+    """
     d, heads = attention.embed_dim, attention.num_heads
     query, key = (linear.weight.unflatten(0, (heads, -1)).mT for linear in (attention.query, attention.key))
     rows = []

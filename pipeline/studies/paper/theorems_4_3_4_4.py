@@ -1,7 +1,7 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
-We compare ‖J₁‖₂ and κ(J) of one head with their bounds over α. Beyond the theorems, we measure each layer of the models, as
-initialised and as trained: κ(J) of its first head, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
+We vary α, and compare ‖J₁‖₂ and κ(J) of one head with their bounds. Beyond the theorems, we measure each layer of the models
+as initialised and as trained: κ(J) of the layer's first head, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
 """
 
 import itertools
@@ -35,8 +35,10 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-FIT_BELOW = 1e-3  # fits use α up to here: ‖S‖ < 0.05, so the next order in α is below 5 % of the first
-SLOPE_TOLERANCE = 0.01  # effect of the next order: log(1.05) over the fitted range log(1000)
+# The maximum α that fits use. Up to this α, ‖S‖ < 0.05, so the next order in α is below 5 % of the first order.
+FIT_BELOW = 1e-3
+# The next order can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
+SLOPE_TOLERANCE = 0.01
 MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line for layers as initialised
 
 
@@ -47,7 +49,7 @@ class Settings(Section):
 def measure(settings: Settings, lab: Lab) -> Tables:
     """Measures one head on Gaussian tokens for each size, seed, method and α, and the layers of models as initialised.
 
-    A layer has κ(J) and ‖J‖₂ of its first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
+    The row of a layer has κ(J) and ‖J‖₂ of the first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
     """
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
@@ -73,7 +75,7 @@ def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Met
     constant               C of the bound ‖J₁‖₂ ≤ Cα
     deviation              δ = maxᵢ |σᵢ(A) − 1|
     kappa, bound           κ(J) and its bound
-    excess, bound_excess   κ(J) − 1 and its bound: for small α, the digits in a file round κ(J) to 1
+    excess, bound_excess   κ(J) − 1 and its bound. For small α, a file has too few digits to tell κ(J) from 1.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -96,7 +98,10 @@ def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Met
 
 
 def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -> Tensor:
-    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed. J − J₂ would lose digits."""
+    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed.
+
+    The difference J − J₂ would be less accurate.
+    """
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 
@@ -108,16 +113,20 @@ def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -
 
 
 def first_term_constant(x: Tensor, width: int) -> float:
-    """Returns C = 2‖X‖₂²/√d_v: ‖J₁‖₂ ≤ Cα for A = exp(S) at Section 4's initialisation, whatever the rank of M.
+    """Returns C = 2‖X‖₂²/√d_v of the bound ‖J₁‖₂ ≤ Cα. The bound holds for A = exp(S) at Section 4's initialisation.
 
-    ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂. The first factor is at most ‖X‖₂, the second 1 (Eq. 80 for S
-    itself) and the third 2α‖X‖₂/√d_v (Eq. 83). No basis enters, since A = exp(S) is the same for every basis.
+    ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂. The first factor is at most ‖X‖₂. The second factor is at most 1
+    (Eq. 80, applied to S itself). The third factor is at most 2α‖X‖₂/√d_v (Eq. 83). The bound holds for M of any rank, since
+    A = exp(S) is the same for every basis.
     """
     return 2 * norm(x).item() ** 2 / math.sqrt(width)
 
 
 def condition_bound(deviation: float, first_norm: float) -> float:
-    """Returns (1 + δ + ‖J₁‖₂)/(1 − δ − ‖J₁‖₂), Eq. 16 with ‖J₁‖₂ for Cα; ∞ if the denominator is not positive."""
+    """Returns (1 + δ + ‖J₁‖₂)/(1 − δ − ‖J₁‖₂), Eq. 16 with ‖J₁‖₂ in place of Cα.
+
+    Returns ∞ if the denominator is not positive.
+    """
     rest = 1 - deviation - first_norm
     return (1 + deviation + first_norm) / rest if rest > 0 else math.inf
 
@@ -156,7 +165,11 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws κ(J) − 1 of one head over α, with its bound; and κ of one head and of the whole layer, by layer."""
+    """Draws two panels.
+
+    The first panel shows κ(J) − 1 of one head and its bound over α. The second panel shows κ of one head and κ of the whole
+    layer for each layer of a model.
+    """
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]
     own = alphas[(alphas["method"] == "exact") & (alphas[SIZE] == alphas[SIZE].iloc[0]).all(axis=1)]

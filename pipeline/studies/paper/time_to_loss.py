@@ -24,8 +24,13 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each OSA model and baseline: the ratio of their epochs, the least limit with which the claim is
-    reproduced, and the ratio of their seconds on each machine. A machine that has not timed both models gives NaN."""
+    """Returns the names of the machines, and a row for each OSA model and each baseline.
+
+    models    the OSA model and the baseline
+    epochs    the verdict on the ratio of their epochs
+    keeps     the smallest limit with which the claim is reproduced
+    seconds   the ratio of their seconds on each machine; NaN if the machine has not timed both models
+    """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
     for claim, model in itertools.product(claims, MODELS):
@@ -41,7 +46,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, Mapping[str, float]]:
     """Returns the seconds of each model's training step, by machine.
 
-    CPUs come first, with trained weights if these were timed. GPUs have weights as initialised, and replay CUDA graphs.
+    CPUs come first. Models on CPUs have trained weights if the benchmark timed these. Models on GPUs have weights as
+    initialised, and replay CUDA graphs.
     """
     machines: dict[str, Mapping[str, float]] = {}
     for path in measured("step.csv"):

@@ -1,8 +1,9 @@
 """Trainability: does OSA make Transformers without skips and normalisation easier to train?
 
-We measure networks of several depths as initialised. We combine each attention (OSA's two, softmax) with each initialisation
-of the MLPs: SUO, the paper's for OSA, and Xavier, the paper's for the ViTs. This separates the effect of attention from that
-of the MLPs; the paper's models change both at once. We also measure ViTs with normalisation.
+We measure networks of several depths as initialised. We combine each of three attentions, OSA (QR), OSA (NS) and softmax,
+with each of two initialisations of the MLPs, SUO and Xavier. The paper uses SUO for OSA and Xavier for the ViTs. Our
+combinations separate the effect of attention from the effect of the MLPs. The paper's models change both at once. We also
+measure ViTs with normalisation.
 """
 
 import itertools
@@ -31,15 +32,16 @@ MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_no
 class Settings(Section):
     seeds: Seeds
     depths: Depths
-    gradient_images: PositiveInt = 16  # test images for the loss whose gradient is measured
-    samples: PositiveInt = 8  # draws for Hutchinson's estimate of a Frobenius norm: accurate to a few per cent
-    power_iterations: PositiveInt = 10  # few are enough: in deep products the largest singular value stands out
+    gradient_images: PositiveInt = 16  # number of test images for the loss whose gradient is measured
+    samples: PositiveInt = 8  # number of draws for Hutchinson's estimate of a Frobenius norm: an error of a few per cent
+    # A few iterations are enough. In a product of many matrices, one singular value is much larger than the others.
+    power_iterations: PositiveInt = 10
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
     """Measures ∂logits/∂X₀, the loss's gradient in the first and last block, and ∂X_L/∂X₀ through attention alone.
 
-    A Jacobian uses one test image per seed, the loss several.
+    A Jacobian is for one test image per seed. The loss is over several test images per seed.
     """
     networks, attentions = [], []
     for (variant, mlp), depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
@@ -50,7 +52,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        if mlp == lab.config(variant).variant.mlp_init:  # once per variant, as this Jacobian leaves out the MLPs
+        # The network of this Jacobian has no MLPs. So we measure the Jacobian once per variant, and not for each `mlp`.
+        if mlp == lab.config(variant).variant.mlp_init:
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))
@@ -79,7 +82,7 @@ def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> 
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
-    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ without forming it. The network keeps skips and norms but has no MLPs."""
+    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀, which is not formed. The network has skips and norms but no MLPs."""
 
     def attend(x: Tensor) -> Tensor:
         for block, attention, _ in blocks_of(model):
@@ -111,9 +114,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each model: geometric means over seeds.
 
     kept             the factor per block by which ‖∂logits/∂X₀‖_F changes with depth
-    attention_kept   the same for ‖∂X_L/∂X₀‖_F without the MLPs
-    kappa            κ(∂logits/∂X₀) at the smallest and the largest depth
-    first_gradient   the first block's gradient at these depths
+    attention_kept   the factor per block by which ‖∂X_L/∂X₀‖_F changes with depth, without the MLPs
+    kappa            κ(∂logits/∂X₀) at the minimum and the maximum depth
+    first_gradient   the norm of the first block's gradient at the minimum and the maximum depth
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]
@@ -130,7 +133,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def kept_per_block(table: pd.DataFrame, column: str) -> float:
-    """Returns the factor per block: exp of the slope of log(column) over depth, averaged over seeds."""
+    """Returns the factor per block by which a column changes with depth.
+
+    The factor is exp of the slope of log(column) over depth. The slope is averaged over seeds.
+    """
     slopes = [np.polyfit(own["depth"], np.log(own[column]), 1)[0] for _, own in table.groupby("seed")]
     return float(np.exp(np.mean(slopes)))
 

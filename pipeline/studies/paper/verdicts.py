@@ -1,8 +1,9 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
 In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error. In the other
-part the truth is the paper's Table 2. Runs that start have normal values, with the spreads that claims.yaml declares. Some
-runs fail to start: with the truth at a limit, runs of both models; with the paper's values, only runs of OSA (NS).
+part the truth is the paper's Table 2. The values of runs that start are normal, with the spreads that claims.yaml declares.
+Some runs fail to start. If the truth lies at a limit, runs of both models fail. If the truth is the paper's Table 2, only
+runs of OSA (NS) fail.
 """
 
 import itertools
@@ -21,24 +22,31 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import ABOUT_OSA
 
-RUNS_OF_A_MODEL = (3, 5, 10)  # runs of each model
+RUNS_OF_A_MODEL = (3, 5, 10)  # number of runs per model
 FAILING = (0.0, 0.1)  # share of runs that fail to start
-FAILED, SCATTER = -50.0, 10.0  # runs that fail: their mean, if the others' is 0, and their standard deviation
-PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # we compare the first with each of the others, in accuracy and in speed
+# The mean and the standard deviation of runs that fail. The second model's runs that start have mean 0.
+FAILED, SCATTER = -50.0, 10.0
+PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # we compare the first model with each other one, in accuracy and speed
 
 
 class Settings(Section):
-    repetitions: PositiveInt  # simulated experiments for each rate
+    repetitions: PositiveInt  # number of simulated experiments per rate
 
 
 def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
-    """Returns the values of n runs, from normal numbers (n, 2): the first sets the value, the second whether a run fails."""
+    """Returns the values of n runs, from normal numbers (n, 2).
+
+    The first number of a run sets its value. The second number decides whether the run fails.
+    """
     value, draw = normal.T
     return np.where(draw < ndtri(failing), FAILED + SCATTER * value, mean + spread * value)
 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
-    """Judges the primary comparisons with the truth at each limit. Returns "reproduced" if one passes Holm's test."""
+    """Judges the primary comparisons with the truth at each limit.
+
+    Returns "reproduced" if at least one comparison passes Holm's test, and "" otherwise.
+    """
     p_values: dict[str, float] = {}
     parts = ((1, "above", declared.accuracy, normal[:3]), (-1, "below", declared.log_epochs, normal[3:]))
     for sign, side, spreads, own in parts:

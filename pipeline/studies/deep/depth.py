@@ -2,7 +2,7 @@
 
 We repeat Section 4 of He et al. 2023 with OSA added. They train language models of width 1,024 on WikiText-103; we train
 ViTs of width 64 on MNIST. pipeline/studies/deep/params.yaml lists the runs. All models of one depth train for the same
-number of epochs. We chose their learning rates from the study `rates`.
+number of epochs. We chose the learning rates by the study `rates`.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from pipeline.training.loop import Training
 CLAIMS: tuple[str, ...] = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
 CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
 CLAIMS += ("attention_matters_at_72",)
-MLP_DRAWS = {  # a run of OSA → how its MLPs are drawn
+MLP_DRAWS = {  # name of a run of OSA → how the MLPs of its model are drawn
     "osa_36": "independent",
     "osa_72": "independent",
     "osa_iso_36": "isometric",
@@ -36,14 +36,17 @@ MLP_DRAWS = {  # a run of OSA → how its MLPs are drawn
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
-SHALLOW = 36  # models of up to this many blocks train for two epochs, deeper ones for one
+SHALLOW = 36  # models of up to this many blocks train for two epochs; deeper models train for one epoch
 HIGHEST = 30.0  # the figure draws larger train losses at this value
-IMAGES = 8  # test images whose tokens are watched
+IMAGES = 8  # number of test images whose tokens `watch` measures
 
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Returns `of_tokens` after the middle and the last block, if the tokens are finite."""
+    """Returns a row for the middle block and a row for the last block, with the numbers of `of_tokens` after the block.
+
+    A block has no row if some of its tokens are not finite.
+    """
     model, rows = training.model, []
     x = model.tokens(training.data.test_images[:IMAGES])
     for number, block in enumerate(model.blocks, 1):
@@ -71,9 +74,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def tokens(watched: pd.DataFrame) -> list[dict]:
-    """Returns a row for each model: the mean cosine and the effective rank of the tokens after its last block.
+    """Returns a row for each model. It describes the tokens after the last block.
 
-    Both are pairs: the means over runs before and after training.
+    n        number of runs
+    cosine   mean cosine of two tokens
+    rank     effective rank of the tokens
+
+    `cosine` and `rank` are pairs of means over runs: the mean before training, and the mean after training.
     """
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
@@ -88,15 +95,22 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 
 
 def step_times(path: Path) -> dict:
-    """Returns the machine, the depth, and each model's step time over ViT's, from pipeline/benchmarks/depth.py."""
+    """Returns numbers from a table that pipeline/benchmarks/depth.py has written.
+
+    machine    name of the machine
+    depth      number of blocks of every model
+    over_vit   for each model, the time of a training step divided by the time of ViT's step
+    """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     over_vit = table.set_index("model")["over_vit"]
     return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA in two panels: up to `SHALLOW` blocks, and more. A model has one line for the mean of its
-    runs that train, and one for the mean of its runs that fail."""
+    """Draws the train loss of OSA. One panel shows models of up to `SHALLOW` blocks, the other panel shows deeper models.
+
+    Each model has one line for the mean of its runs that train, and one line for the mean of its runs that fail.
+    """
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in MLP_DRAWS.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
@@ -120,9 +134,9 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
-    """Returns the loss curves of the runs called `name` in two lists: the runs that train, then those that fail.
+    """Returns the loss curves of the runs called `name`: a list for the runs that train, then a list for the runs that fail.
 
-    Losses that are not finite and empty lists are left out.
+    A list is left out if it is empty. Losses that are not finite are left out of the curves.
     """
     outcomes: dict[bool, list[pd.DataFrame]] = {True: [], False: []}
     for curve in Results(tables).curves(name):

@@ -1,4 +1,4 @@
-"""Isometric MLPs at finite width: do they keep the size of a token, which wanders with independent draws?
+"""Isometric MLPs at finite width: do they keep the size of a token, which wanders if the MLPs are drawn independently?
 
 We stack shaped MLPs without attention. The two layers of an MLP are drawn independently (SUO) or together
 (`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by H/d times a
@@ -6,7 +6,7 @@ Beta(d/2, (H − d)/2) variable. After L MLPs
 
     Var log |x|² ≈ 2 (1 − d/H) L/d.
 
-We also compare the first gradient of OSA with either kind of MLP, on a few images.
+We also measure the first gradient of OSA on a few images, with independent MLPs and with isometric MLPs.
 """
 
 import itertools
@@ -34,7 +34,7 @@ from pipeline.studies.lab import Lab, default_dtype
 
 DRAWS = ("suo", "isometric")
 HIDDEN_RATIO = 4  # H/d
-TAILS = (0.05, 0.95)  # quantiles of a token's mean square
+TAILS = (0.05, 0.95)  # we report these quantiles of |x|²/d over tokens
 
 
 class Settings(Section):
@@ -54,11 +54,11 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each network, whose tokens start with |x|²/d = 1.
+    """Yields a row for each network. The tokens have |x|²/d = 1 before the first MLP. The row describes the output x.
 
     log_mean, log_std   mean and standard deviation of log |x|²/d over tokens
     q_low, q_high       the quantiles `TAILS` of |x|²/d over tokens
-    jacobian            ‖J‖_F²/d at one token
+    jacobian            ‖J‖_F²/d at one token, for the Jacobian J of the network
     """
     for draw, width, depth, seed in itertools.product(DRAWS, settings.widths, settings.depths, settings.seeds):
         network = stack(draw, width, depth, lab.generator(seed, f"isometry/{draw}/{width}/{depth}"))
@@ -73,7 +73,7 @@ def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequential:
-    """Returns `depth` MLPs of d = `width`, with DKS's GELU for this depth."""
+    """Returns a stack of `depth` MLPs with d = `width`. Their activation is DKS's GELU for this depth."""
     activation = dks_gelu(depth)
     with default_dtype(torch.float64):
         blocks = [MLP(width, HIDDEN_RATIO * width, activation) for _ in range(depth)]
@@ -102,13 +102,14 @@ def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
 def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Yields a row for each initialised model.
 
-    gradient       ‖∂loss/∂θ‖₂
-    cls, largest   |x|²/d after the last block: the mean over images for [cls], and the largest of all tokens
+    gradient   ‖∂loss/∂θ‖₂
+    cls        mean over images of |x|²/d, where x is [cls] after the last block
+    largest    maximum over images and tokens of |x|²/d after the last block
     """
     for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
-        network = lab.model(config, seed).double()  # the initial weights of a training
+        network = lab.model(config, seed).double()  # its weights are those with which a training starts
         x = nn.Sequential(*network.blocks)(network.tokens(images))  # (images, N, d)
         cross_entropy(network.head(network.norm(x[:, 0])), labels).backward()
         q = x.detach().square().mean(-1)  # (images, N)

@@ -3,8 +3,8 @@ He et al. 2023.)
 
 Without MLPs and in the limit of wide networks, an attention layer maps Σ to A Σ Aᵀ. We compute this in float64 and train
 nothing. We compare the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
-arrangements of norms and skips, and orthogonal attention, which needs X itself. At the end we measure the attention layers
-of real models, which have several heads.
+arrangements of norms and skips, and orthogonal attention. For orthogonal attention we compute X itself, because A depends
+on X. At the end we measure the attention layers of real models, which have several heads.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from pipeline.studies.lab import Lab
 
 ROWS: tuple[str, ...] = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # as in Figure 7
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # row → its label in the figure, and the model with the same colour and style
+LINES = {  # row → its label in the figure, and the model whose colour and style its line has
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -46,24 +46,28 @@ LINES = {  # row → its label in the figure, and the model with the same colour
     "espa": ("E-SPA", "espa"),
     "osa": ("OSA", "osa_exact"),
 }
-COLLAPSED = 0.99  # above this mean cosine all tokens are practically one
+COLLAPSED = 0.99  # tokens have collapsed to one direction if their mean cosine is above this
 COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse to one direction, as in Figures 1 and 7
-TOLERANCE = 1e-10  # largest error of an identity after L products of matrices with condition numbers up to 1e4
-NORM_TOLERANCE = 0.1  # largest |q − 1| after all blocks: with normalised skips, E-SPA keeps q = 1 only approximately
-CORRECTED, UNCORRECTED = 0.2, 2.0  # Figure 6: largest |q − 1| with the correction, least q without
-FIGURE_6 = (36, 0.02, 20)  # blocks, γ_L, and types of tokens, so that r = 0.05
-SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6  # SKIP_SCALE is L (1 − α²), for α = 0.98 at 36 blocks
-LAYERS = {  # orthogonal attention with several heads → its variant, and whether W^V, W^O are drawn for all heads together
+TOLERANCE = 1e-10  # maximum error of an identity after L products of matrices with condition numbers up to 1e4
+# Maximum |q − 1| after all blocks of E-SPA with normalised skips, where q is the mean of diag Σ. The schedule keeps q = 1
+# only approximately.
+NORM_TOLERANCE = 0.1
+# In Figure 6, |q − 1| should be at most CORRECTED with the correction, and q at least UNCORRECTED without it.
+CORRECTED, UNCORRECTED = 0.2, 2.0
+FIGURE_6 = (36, 0.02, 20)  # number of blocks, γ_L, and number of types of tokens; 20 types give r = 0.05
+# SKIP_SCALE is L (1 − α²), which gives α = 0.98 at L = 36 blocks. SKIP_GAMMA is γ_L.
+SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6
+LAYERS = {  # kind of orthogonal attention → its variant, and whether W^V and W^O are drawn for all heads together
     "osa_shaped": ("osa_shaped", True),
     "osa_joint": ("osa_exact", True),
     "osa_per_head": ("osa_exact", False),
 }
-KernelMap = Callable[[Tensor], Tensor]  # a block's map of Σ
+KernelMap = Callable[[Tensor], Tensor]  # maps Σ before a block to Σ after the block
 
 
 class Settings(Section):
     seeds: Seeds
-    depths: Depths  # the last one is L
+    depths: Depths  # the last depth is L
     tokens: PositiveInt = 100
     types: PositiveInt = 50  # number of types of tokens: two random tokens have the same type with probability r = 1/types
     heads: PositiveInt = 8  # heads of ALiBi
@@ -76,7 +80,15 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the kernels of each row and depth, the schedules, skips, Figure 6, and layers with several heads."""
+    """Returns six tables.
+
+    kernels     the `summary` of the kernel for each of `ROWS`, seed and depth
+    spectra     for each seed, the maximum over depths of `spectrum_change` for orthogonal attention
+    schedules   the rows of the function `schedules`
+    skips       the rows of the function `skips`
+    diagonals   the rows of the function `diagonals`
+    layers      the rows of `layer_rows`
+    """
     kernels, spectra = [], []
     for seed in settings.seeds:
         first = repeated_tokens(settings.tokens, settings.types, lab, seed)
@@ -100,8 +112,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Returns Σ_0 of tokens of random types with orthogonal embeddings: 1 for two tokens of one type, else 0 (Appendix
-    B)."""
+    """Returns Σ_0 of tokens of random types, for types with orthogonal embeddings (Appendix B).
+
+    An entry is 1 if its two tokens have the same type. Otherwise it is 0.
+    """
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
@@ -113,11 +127,13 @@ def cosines(kernel: Tensor) -> Tensor:
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
-    """Returns numbers of a kernel Σ with cosines C.
+    """Returns numbers that describe a kernel Σ. C is the matrix of its `cosines`.
 
-    cosine, near, far   mean cosine of all pairs of tokens, of neighbours, and of tokens N/2 apart
-    effective_rank      of C
-    q, q_std            mean and standard deviation of diag Σ
+    cosine           mean cosine of all pairs of different tokens
+    near             mean cosine of neighbours
+    far              mean cosine of tokens N/2 apart
+    effective_rank   effective rank of C
+    q, q_std         mean and standard deviation of diag Σ
     """
     c, q = cosines(kernel), kernel.diagonal()
     near, far = 1, len(c) // 2
@@ -132,7 +148,7 @@ def summary(kernel: Tensor) -> dict[str, float]:
 
 
 def alibi(tokens: int, heads: int) -> Tensor:
-    """Returns ALiBi's causal attention with logits of zero, softmax(−2^{−8k/h} (i − j)), (heads, N, N) (H.2)."""
+    """Returns ALiBi's causal attention with logits of zero, softmax(−2^{−8k/h} (i − j)), (heads, N, N) (Appendix H.2)."""
     place = torch.arange(tokens, dtype=torch.float64)
     distance = place[:, None] - place
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
@@ -140,9 +156,9 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
-    """Returns how one block maps Σ, for each arrangement of softmax attention, norms and skips.
+    """Returns a function for each arrangement of softmax attention, norms and skips. The function maps Σ through one block.
 
-    `matrices` (heads, N, N) are the attention matrices of the heads, which all have the same width.
+    `matrices` (heads, N, N) are the attention matrices of the heads. All heads have the same width.
     """
 
     def attend(kernel: Tensor) -> Tensor:
@@ -192,8 +208,8 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
     """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
 
-    `kernel` is Σ_0. X_0 = √d Σ_0^½ is the symmetric root, which is unique. With repeated eigenvalues, a root from
-    eigenvectors would differ between machines.
+    `kernel` is Σ_0. X_0 is √d times the symmetric root of Σ_0, because this root is unique. A root from eigenvectors depends
+    on their choice, which would differ between machines for repeated eigenvalues.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
@@ -214,10 +230,12 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 
 
 def schedules(settings: Settings) -> Iterator[dict]:
-    """Yields a row for each kind of attention at two depths, with P_l = A_l ⋯ A_1.
+    """Yields a row for each kind of kernel, with causal and with bidirectional attention, at two depths.
 
-    error   largest entry of |P_l P_lᵀ − Σ_l| over blocks l, where Σ_l is the kernel that the schedule sets for block l
-    least   smallest entry of all A_l; of their lower triangles if attention is causal
+    P_l is the product A_l ⋯ A_1 of attention matrices, and Σ_l is the kernel that the schedule sets for block l.
+
+    error   maximum entry of |P_l P_lᵀ − Σ_l| over all blocks l
+    least   minimum entry of all A_l, or of their lower triangles if attention is causal
     kappa   κ(P_L)
     """
     n = settings.tokens
@@ -238,7 +256,10 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields q and cosines after all blocks of E-SPA with normalised skips, from Eq. 26 and from Eq. 25, for Σ_0 = I."""
+    """Yields the `summary` of the kernel after all blocks of E-SPA with normalised skips, for Σ_0 = I.
+
+    Each depth has a row with the schedule of Eq. 26, and a row with the schedule of Eq. 25.
+    """
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -255,13 +276,20 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns γ by Eq. 25 as printed, with λ_α² in place of λ_α. `after` is γ by Eq. 26."""
-    squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)  # −a(γ)² of both; their ratio is λ_α²
+    """Returns γ of a block by Eq. 25 as printed, with λ_α² in place of λ_α.
+
+    `before` is γ of the schedule for the block before. `after` is γ of the block by Eq. 26.
+    """
+    # These numbers are −a(before)² and −a(after)². The ratio reached/squared is λ_α².
+    squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)
     return -math.log1p(reached * (reached / squared)) / 2
 
 
 def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields Figure 6: the diagonal of Σ_l for one sequence, with and without the correction for repeated tokens."""
+    """Yields the numbers of Figure 6, for one sequence per seed, with and without the correction for repeated tokens.
+
+    q, q_std   mean and standard deviation of diag Σ_l after block l
+    """
     n, (depth, gamma, types) = settings.tokens, FIGURE_6
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0
@@ -276,7 +304,10 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the largest relative change, over images, of tr X Xᵀ through all layers of orthogonal attention."""
+    """Yields a row for each of `LAYERS` at each depth, for all attention layers of a model without its MLPs.
+
+    trace_change   relative change of tr X Xᵀ from the first layer's input to the last layer's output, maximum over images
+    """
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
         model = lab.model(config, settings.seeds[0], torch.float64)
@@ -302,7 +333,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         "rows": rows,
         "schedule": check(tables["schedules"]["error"].max(), TOLERANCE),
         "skips": check((skips[26] - 1).abs().max(), NORM_TOLERANCE),
-        "skips_printed": (skips[25] - 1).abs().max(),  # Eq. 25
+        "skips_printed": (skips[25] - 1).abs().max(),  # by Eq. 25 as printed
         "corrected": check((repeated.get_group(True) - 1).abs().max(), CORRECTED),
         "uncorrected": check(repeated.get_group(False).min(), UNCORRECTED, "above"),
         "spectrum": check(tables["spectra"]["change"].max(), TOLERANCE),

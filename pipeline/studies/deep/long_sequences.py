@@ -1,12 +1,12 @@
-"""More tokens: what do smaller patches cost and bring? This tests Section 3.1 in training, and Section 4.
+"""More tokens: what do smaller patches cost and bring? We test Section 3.1 on trainings, and Section 4 at initialisation.
 
 We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of a training is linear in N. We also ask how
 the initial α should change with N. With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
 
     ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂².
 
-N tokens with mean square q have ‖X‖_F² = N d q and a rank of at most d, so N q ≤ ‖X‖₂² ≤ N d q. So for tokens of a given
-size both bounds grow in proportion to N, and α ∝ 1/N keeps them constant.
+For N tokens with mean square q, ‖X‖_F² = N d q. The rank of X is at most d, so N q ≤ ‖X‖₂² ≤ N d q. For tokens of a given
+size, both bounds therefore grow in proportion to N. An initial α ∝ 1/N keeps both bounds constant.
 """
 
 import itertools
@@ -27,12 +27,13 @@ from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
-CASES = ("paper", "normalised", "following")  # as in the paper; tokens ÷ RMS; tokens ÷ RMS and α ∝ 1/N
+# "paper" has the paper's tokens. "normalised" divides each token by its RMS. "following" does so too, and has α ∝ 1/N.
+CASES = ("paper", "normalised", "following")
 NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
 
 
 class Settings(comparison.Settings):
-    patches: list[PositiveInt]  # sides of patches in pixels, for models as initialised
+    patches: list[PositiveInt]  # sides, in pixels, of the patches with which we measure models at initialisation
     initial_seeds: Seeds
     images: PositiveInt = 1
     power_iterations: PositiveInt = 20  # enough for an error of 1 %
@@ -43,7 +44,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block for each patch size, case and seed: means over images and heads."""
+    """Yields ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block for each patch size, case and seed.
+
+    The numbers are means over images and heads.
+    """
     for patch, case, seed in itertools.product(settings.patches, CASES, settings.initial_seeds):
         variant = {"normalise_tokens": case != "paper"}
         config = lab.config(OSA, {"variant": variant, "model": {"patch_size": patch}})

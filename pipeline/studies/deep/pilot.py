@@ -1,6 +1,6 @@
 """A pilot of deep models: about a hundred steps on few images show which settings fail, before a run takes an hour.
 
-MLPs are drawn independently or as isometries; the rate, the warm-up, clipping and α vary.
+MLPs are drawn independently or as isometries. We vary the learning rate, the warm-up, clipping and α.
 """
 
 from typing import Annotated
@@ -15,9 +15,9 @@ from pipeline.studies.lab import Lab, first_steps
 
 class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
-    # We average the loss over each window, from its first to its last step, and over the `last` steps of the training.
+    # A window is a pair of its first and its last step. We average the loss over each window.
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    last: PositiveInt
+    last: PositiveInt  # we also average the loss over this many last steps of the training
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -30,8 +30,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists for each training its settings, the norm of its first gradient, and its mean loss over each window and over the
-    last steps. A mean is NaN if the training has diverged by then."""
+    """Returns a row for each training, with its settings, the norm of its first gradient, and its mean losses.
+
+    There is a mean loss for each window, and one for the last steps. A mean is NaN if the training has diverged by then.
+    """
     rows = []
     for name, (variant, overrides, seed) in settings.requests():
         config, table = lab.config(variant, overrides), tables["steps"]

@@ -1,5 +1,6 @@
-"""Learning rates of deep models, and α of `osa_shaped`: from this grid of short trainings we chose the values in the study
-`depth`. No other study uses the seed of these trainings.
+"""Learning rates of deep models, and α of `osa_shaped`, by a grid of short trainings.
+
+From the results we chose the values in the study `depth`. No other study uses the seed of these trainings.
 """
 
 import math
@@ -15,15 +16,15 @@ from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
 OSA = "osa_shaped"  # for this model we also search α L, at its best rate
-ALPHA_TIMES_DEPTH = 0.36  # α L during the search of rates
-LEARNS = 0.01  # a model learns if its best loss is more than this below the loss of a guess
+ALPHA_TIMES_DEPTH = 0.36  # α L while we search for the rate
+LEARNS = 0.01  # a model learns if its lowest loss is below the loss of a guess by more than this
 
 
 class Search(Section):
     depth: PositiveInt
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     steps: PositiveInt  # steps of each training
-    last: PositiveInt  # a training's loss is the mean over this many last steps
+    last: PositiveInt  # the loss of a training is the mean over this many last steps
 
 
 class Settings(Section):
@@ -55,7 +56,10 @@ def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
 
 
 def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
-    """Returns the row of one short training. `loss` is the mean over the last steps, not finite if the training diverged."""
+    """Returns the row of one short training.
+
+    `loss` is the mean over the last steps. It is not finite if the training diverged.
+    """
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}
@@ -70,7 +74,10 @@ def loss_of(row: dict) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists each depth's trainings by model, best first. `learns` says whether the best beats guessing."""
+    """Lists the trainings of each model at each depth, in ascending order of loss.
+
+    `learns` says whether the lowest loss is below the loss of a guess by more than `LEARNS`.
+    """
     searches = []
     for search in settings.searches:
         own, models = tables["trainings"], []

@@ -33,7 +33,7 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-SHAPED: dict[str, dict[str, Any]] = {  # `osa_shaped` without one of its changes
+SHAPED: dict[str, dict[str, Any]] = {  # name of a model → the setting by which it differs from `osa_shaped`
     "per_head": {"joint_value_output": False},
     "gelu": {"activation": "gelu"},
     "tokens": {"normalise_tokens": False},
@@ -44,12 +44,13 @@ REST = ("softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "u
 SKIPS = ("espa_skip", "softmax_skip", "softmax_skip_nonorm")
 MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
-PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")  # keep ‖X‖_F or X Xᵀ, or reach Σ_L
-BAND = (0.05, 0.95)  # quantiles over tokens
-SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix with this κ or more is singular in float64
-TOLERANCE = 1e-10  # error after tens of products of small matrices
+# The attention of these models keeps ‖X‖_F or X Xᵀ, or changes X Xᵀ/d to a given kernel Σ_L.
+PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
+BAND = (0.05, 0.95)  # we report these quantiles over tokens
+SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix is singular in float64 if its κ is at least this
+TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
 GRADIENT_RATIO = 2.0  # we look for the α that raises the first block's gradient by this factor
-LEAST_ALPHA = 1e-3  # α L ‖X‖₂²/√d_v at which attention has practically no effect
+LEAST_ALPHA = 1e-3  # attention has practically no effect if α L ‖X‖₂²/√d_v has this value
 
 
 class Settings(Section):
@@ -63,7 +64,13 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each model and depth (by block and as a whole), what attention keeps, and the α that doubles the gradient."""
+    """Returns four tables.
+
+    blocks   a row for each block of each model and depth, from `signals`
+    wholes   a row for each model and depth, from `signals`
+    kept     the rows of the function `kept`
+    alphas   the rows of the function `alphas`
+    """
     blocks, wholes = [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         changes: Overrides = {"model": {"depth": depth}, "variant": SHAPED.get(name, {})}
@@ -83,13 +90,21 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Returns a row for each block, and one for the whole model.
+    """Returns a row for each block, and a row for the whole model.
 
-    q                mean square of the block's output; q_low and q_high are its quantiles `BAND` over tokens
-    cosine, rank     mean cosine of two tokens, and effective rank of the tokens' cosines; means over images
-    gradient         ‖∂loss/∂W‖₂ over the block's weight matrices, not its biases: they have a gradient even if tokens vanish
-    image_share      Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
-    kappa            κ(A_L ⋯ A_1), by `attention_condition`
+    Keys of the row for a block:
+
+    q               mean square of the tokens after the block
+    q_low, q_high   the quantiles `BAND` over tokens of a token's mean square
+    cosine          mean cosine of two tokens of an image
+    rank            effective rank of the matrix of cosines, as a mean over images
+    gradient        ‖∂loss/∂W‖₂ over the block's weight matrices. Biases have a gradient even if tokens vanish.
+
+    Keys of the row for the whole model:
+
+    loss            cross-entropy
+    image_share     Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
+    kappa           κ(A_L ⋯ A_1), by `attention_condition`
     """
     model.zero_grad()
     x, outputs = model.tokens(images), []
@@ -108,7 +123,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
 
 def of_tokens(x: Tensor) -> dict[str, float]:
-    """Returns q, its quantiles, the mean cosine and the effective rank of tokens (images, N, d)."""
+    """Returns `q`, `q_low`, `q_high`, `cosine` and `rank`, as in `signals`, for tokens (images, N, d)."""
     unit = F.normalize(x, dim=-1, eps=0)
     cosines = unit @ unit.mT  # (images, N, N)
     ranks = [effective_rank(values) for values in torch.linalg.eigvalsh(cosines).clamp(min=0)]
@@ -122,7 +137,7 @@ def of_tokens(x: Tensor) -> dict[str, float]:
 def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     """Returns κ(A_L ⋯ A_1) of the attention matrices, as a geometric mean over heads and images.
 
-    A κ of at least `SINGULAR` counts as ∞. Models with skips have NaN, since their tokens bypass this product.
+    A κ of at least `SINGULAR` counts as ∞. The result is NaN for a model with skips, since its tokens bypass this product.
     """
     if model.blocks[0].skip:
         return math.nan
@@ -133,15 +148,15 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     return kappas.where(kappas < SINGULAR, math.inf).log().mean().exp().item()
 
 
-# What attention keeps
+# Kernels that attention preserves or reaches
 
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the error of each model's attention layers, stacked without MLPs.
+    """Yields the error of Σ_L, the kernel after all attention layers of a model, without its MLPs.
 
-    It is |tr Σ_L / N − 1| for `osa_shaped`, and the largest entry of |Σ_L − `wanted_kernel`| for the others. The tokens
-    start with X Xᵀ/d = I, which needs d ≥ N.
+    For `osa_shaped` the error is |tr Σ_L / N − 1|. For the other models it is the maximum entry of |Σ_L − `wanted_kernel`|.
+    The tokens start with X Xᵀ/d = I. This needs d ≥ N, so we set d to the smallest multiple of h that is at least N.
     """
     for variant, depth in itertools.product(PRESERVING, settings.depths[:2]):
         config = lab.config(variant)
@@ -177,8 +192,10 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the α at which the first block's gradient is twice as large as at a very small α: at several depths, then with
-    patches of several sizes, which change ‖X‖₂²."""
+    """Yields the α at which the gradient of the first block is twice as large as at a very small α.
+
+    We first vary the depth. Then we vary the size of the patches, which changes ‖X‖₂².
+    """
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -199,7 +216,11 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
-    """Returns the least α at which the gradient has doubled: α grows by factors of √2, then we interpolate logarithms."""
+    """Returns the minimum α at which the gradient has doubled.
+
+    We raise α by factors of √2 until the gradient has doubled. Then we interpolate between the last two values of α. The
+    interpolation is linear in the logarithms of α and of the gradient.
+    """
     base = first_gradient(model, images, cotangent, LEAST_ALPHA * unit)
     below, alpha = (0.0, LEAST_ALPHA * unit), unit
     while True:
@@ -246,7 +267,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns means over seeds by model, depth and block, geometric for columns that span orders of magnitude."""
+    """Returns means over seeds by model, depth and block. They are geometric for columns that span orders of magnitude."""
     keys = [key for key in ("model", "depth", "block") if key in table]
     logs = {name: np.log(table[name]) for name in ("q", "q_low", "q_high", "gradient") if name in table}
     means = table.assign(**logs).drop(columns="seed").groupby(keys, sort=False).mean()
@@ -254,12 +275,17 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_alpha(table: pd.DataFrame) -> dict:
-    """Returns a and b in α ∝ Lᵃ and α ∝ (‖X‖₂²)ᵇ, and the range of 2 L ‖X‖₂² α/√d_v, where α doubles the gradient."""
+    """Returns numbers that describe the α that doubles the gradient.
+
+    slopes                  the exponent a of α ∝ Lᵃ under "depth", and the exponent b of α ∝ (‖X‖₂²)ᵇ under "patch"
+    bound_low, bound_high   minimum and maximum of 2 L ‖X‖₂² α/√d_v
+    log_ratio               log `GRADIENT_RATIO`
+    """
     slopes = {}
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
         slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
-    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # one network is in both sweeps
+    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # one network per seed is in both sweeps
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(GRADIENT_RATIO)}
 
 

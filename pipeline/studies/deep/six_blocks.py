@@ -1,8 +1,8 @@
 """Six blocks: how well does each way to remove skips or LN work in the paper's own setting?
 
-Models have six blocks and train for ten epochs by the first reading of the paper's recipe. The study first_reading has
-Table 2's models for comparison. For E-SPA we try the choices that He et al. 2023 leave open or call unimportant.
-pipeline/studies/deep/params.yaml lists the runs.
+Models have six blocks and train for ten epochs by the first reading of the paper's recipe. We compare them with the models
+of Table 2, which the study first_reading trains. For E-SPA we try the choices that He et al. 2023 leave open or call
+unimportant. pipeline/studies/deep/params.yaml lists the runs.
 """
 
 from pipeline.statistics.claims import Results, read_claims

@@ -1,7 +1,7 @@
-"""Should OSA keep its weights orthogonal, as Section 4 initialises them?
+"""Section 4 initialises the weights of OSA as orthogonal matrices. Should training keep them orthogonal?
 
-Some trainings keep them so, along the Stiefel manifold or by a parametrisation; some add a penalty. Others draw W^V and W^O
-for all heads together. In some ViTs the key and value matrices stay rotations.
+Some trainings keep the weights orthogonal, by steps along the Stiefel manifold or by a parametrisation. Some add a penalty
+instead. Others draw W^V and W^O for all heads together. In some ViTs the key and value matrices stay rotations.
 """
 
 import math
@@ -22,13 +22,14 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.orthogonal import CLAIMS_FILE
 from pipeline.training import loop
 
-KEPT_WITHIN = 1e-5  # largest ‖WᵀW − I‖₂ that we accept for constrained weights, in float32
+KEPT_WITHIN = 1e-5  # maximum ‖WᵀW − I‖₂ that we accept for constrained weights in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-OF_TRAINING = 0.5  # speed is the time to the lowest loss that the reference reaches in this share of its training
+# We compare how fast models reach a target loss. It is the lowest loss of REFERENCE up to this share of its training.
+OF_TRAINING = 0.5
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
 KAPPAS = ("head_kappa", "layer_kappa")
-DRAWN = {  # a run → the label of its line in the figure
+DRAWN = {  # name of a run → the label of its line in the figure
     "osa_watched": "free",
     "osa_kept": "every head kept",
     "osa_joint": "V and O drawn together",
@@ -38,7 +39,13 @@ DRAWN = {  # a run → the label of its line in the figure
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Returns condition numbers of every layer and head, and the largest ‖WᵀW − I‖₂ of constrained weights."""
+    """Returns a row for each head of each layer.
+
+    error          maximum ‖WᵀW − I‖₂ over all constrained weights of the model, NaN if the training constrains none
+    weight_kappa   κ(W̃) of the head
+    head_kappa     κ(W^V W^O) of the head
+    layer_kappa    κ(Σ W^V W^O), where the sum is over the heads of the layer
+    """
     keep = training.config.variant.keep
     error, rows = math.nan, []
     if keep:
@@ -57,7 +64,10 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each name that has runs, the verdicts, and a check that constrained weights stayed orthonormal."""
+    """Returns a row for each model, the verdicts on `CLAIMS`, and a check that constrained weights stayed orthonormal.
+
+    A model without runs has no row.
+    """
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     loss = target_loss(results.curves(REFERENCE), OF_TRAINING)
     rows = {name: row(name, loss, results) for name in (*BASELINES, *settings.runs)}

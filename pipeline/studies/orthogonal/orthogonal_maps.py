@@ -25,7 +25,7 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-EXPONENTIAL: Map = "exponential"  # the map that others are compared with
+EXPONENTIAL: Map = "exponential"  # the map with which we compare the other maps
 ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
     "givens": lambda x: x,
     "exponential": lambda x: x,
@@ -35,15 +35,15 @@ ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
 ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # k in Q(tX) − exp(tA) = O(tᵏ)
 NEAR = 1e-2  # we fit the power where ‖tA‖₂ is at most this
 SLOPE_TOLERANCE = 0.05
-TOLERANCE = 1e-12  # error of an angle in float64
+TOLERANCE = 1e-12  # maximum error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
-DASHED = ("exponential", "householder")  # drawn dashed, as they coincide with another map's line
+DASHED = ("exponential", "householder")  # maps with dashed lines, since each line coincides with that of another map
 
 
 class Settings(Section):
     seeds: Seeds
     sizes: Annotated[list[Annotated[int, Field(ge=3)]], Field(min_length=1)] = Field([4, 16, 64], min_length=1)  # n
-    largest: Annotated[float, Field(gt=NEAR)] = 8.0  # largest |x| and ‖tA‖₂
+    largest: Annotated[float, Field(gt=NEAR)] = 8.0  # maximum of |x| and of ‖tA‖₂
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -52,8 +52,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def plane(settings: Settings) -> Iterator[dict]:
-    """Yields the angle of Q(X) for n = 2 at each x, and its error if `ANGLES` has the map. The angle is continuous in x,
-    and 0 at x = 0."""
+    """Yields the angle of Q(X) for n = 2 at each x of each map. The angle is continuous in x, and 0 at x = 0.
+
+    `error` is the distance of the angle from the function in `ANGLES`. It is NaN if `ANGLES` lacks the map.
+    """
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)
     stacked[:, 1, 0] = x

@@ -1,7 +1,7 @@
 """How fast are orthogonal linear layers on each machine? We compare their times with the statements of a post.
 
-`python -m pipeline benchmarks.orthogonal`, run by hand, writes the files that this study reads; pipeline/benchmarks/post.py
-names the post.
+This study reads the files that `python -m pipeline benchmarks.orthogonal` writes. That command is run by hand.
+pipeline/benchmarks/post.py names the post.
 """
 
 from pathlib import Path
@@ -30,12 +30,12 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def speed_on(path: Path) -> dict:
-    """Returns what the table of one machine shows.
+    """Returns numbers from the table of one machine. `ratio` describes the rows.
 
     environment      the machine
-    ours             for each of our layers, the largest ratio of its training time to the dense layer's in `GOAL_RANGE`
-    fastest          the row that decides the post's statement that the dense layer is the fastest
-    literal_givens   the row that decides the post's statement that the Givens layer is much slower
+    ours             for each of our layers, the row with the maximum ratio of training times in `GOAL_RANGE`
+    fastest          the row that decides whether the dense layer is the fastest, as the post states
+    literal_givens   the row that decides whether the post's Givens layer is much slower, as the post states
     """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]
@@ -51,14 +51,22 @@ def speed_on(path: Path) -> dict:
 
 
 def statement(table: pd.DataFrame, limit: float) -> dict:
-    """Returns the row that decides whether all ratios lie above `limit`: the clearest counterexample, or, if there is none,
-    the row with the smallest ratio."""
+    """Returns the row that decides whether all ratios lie above `limit`.
+
+    A row is a counterexample if the 90th percentile of its ratio lies below `limit`. The result is the counterexample with
+    the lowest 90th percentile. If there is no counterexample, it is the row with the lowest 10th percentile.
+    """
     refuting = table[table["p90_over_dense"] < limit]
     return ratio(table.loc[refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()])
 
 
 def ratio(row: pd.Series) -> dict:
-    """Returns n and the time over dense of a row: the median, and the 10th and 90th percentile over rounds."""
+    """Returns numbers from a row of the table.
+
+    n            size of the layer
+    over_dense   its time divided by the dense layer's, as a median over rounds
+    low, high    the 10th and the 90th percentile of this ratio
+    """
     keys = {"n": "n", "over_dense": "seconds_over_dense", "low": "p10_over_dense", "high": "p90_over_dense"}
     return {name: row[column] for name, column in keys.items()}
 

@@ -21,8 +21,8 @@ from pipeline.studies.lab import Lab
 
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
-WEIGHT = 1e-6  # the largest λ of Section 3
-RANK_SHARE = 0.01  # for the rank of A, singular values up to this share of the largest are zero
+WEIGHT = 1e-6  # the largest λ in Section 3 of Zhang et al.
+RANK_SHARE = 0.01  # singular values up to this share of the largest do not count in the rank of A
 
 
 class Settings(Section):
@@ -42,7 +42,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns the norm of the gradient over all parameters: of the cross-entropy, and of each penalty summed over blocks."""
+    """Returns the norm of the cross-entropy's gradient, and the norm of each penalty's gradient.
+
+    A gradient is over all parameters of the model. A penalty is summed over blocks.
+    """
     blocks = [block for block, _, _ in blocks_of(model)]
     inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}
@@ -56,13 +59,13 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 
 
 def attention_row(a: Tensor) -> dict[str, float]:
-    """Measures A (images, h, N, N): means over heads and images.
+    """Returns numbers that describe attention matrices A (images, h, N, N). They are means over heads and images.
 
     penalty     ‖AᵀA − I‖_F² / (N − 1): 0 for a permutation, 1 for uniform attention, N if all rows attend to one token
-    overlap     product of two different rows
+    overlap     mean inner product of two different rows
     own_token   share of rows that attend most to their own token
-    rank        number of singular values above `RANK_SHARE` of the largest
-    entropy     of a row, in nats; NaN if the rows are not probabilities
+    rank        number of singular values above `RANK_SHARE` times the largest
+    entropy     mean entropy of a row in nats, NaN if the rows are not probabilities
     """
     tokens = a.shape[-1]
     rows = a @ a.mT  # (images, h, N, N)
@@ -85,7 +88,10 @@ def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns for each model λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ over penalties, at the largest λ, with medians over seeds."""
+    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ for each model, with the largest λ.
+
+    The sum is over the penalties `TERMS`. Each ratio is a median over seeds.
+    """
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

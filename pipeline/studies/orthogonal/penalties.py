@@ -1,8 +1,8 @@
 """Do the penalties of Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, help a ViT? We train ViTs with
 and without skips and LN.
 
-VAR-I is AM, VAR-II is AM + LA, VAR-III is AM + LA + LF, each times λ. osa/constrained/penalties.py defines the terms. The
-recorded loss is the cross-entropy alone.
+VAR-I is the penalty λ AM, VAR-II is λ (AM + LA), and VAR-III is λ (AM + LA + LF). osa/constrained/penalties.py defines the
+terms. The recorded loss is the cross-entropy alone.
 """
 
 import copy
@@ -26,8 +26,9 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # numbers of test images to watch: FEW for Theorem 2.1's ratio, IMAGES for the rest
-# Standard deviations of pixel noise: NOISE for the change of A, NOISES for the accuracy on NOISY_IMAGES images
+IMAGES, FEW = 32, 2  # numbers of test images: FEW for the ratio of Theorem 2.1, IMAGES for other numbers of a layer
+# NOISE and NOISES are standard deviations of noise on the pixels. We measure the change of A under NOISE, and the accuracy
+# on NOISY_IMAGES test images under each of NOISES.
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading, without a penalty
@@ -36,7 +37,10 @@ SHOWN = ("attention", "projections", "mlp")
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Measures each layer's attention and weights in float64 on the first test images, and accuracy under noise."""
+    """Returns a row for each layer, with numbers of its attention and its weights, and the model's accuracy under noise.
+
+    The numbers of a layer are computed in float64 on the first test images.
+    """
     model, images = copy.deepcopy(training.model).cpu().double(), training.data.test_images[:IMAGES].cpu().double()
     generator = loop.random_stream(0, "penalties/noise")
     noisy = images + NOISE * torch.randn(images.shape, generator=generator, dtype=images.dtype)
@@ -64,8 +68,10 @@ def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
-    """Returns the accuracy on the first test images with Gaussian noise on their pixels, for each standard deviation. Every
-    call scales the same noise."""
+    """Returns the accuracy on the first test images with Gaussian noise on their pixels, for each standard deviation.
+
+    All calls and all standard deviations scale the same noise.
+    """
     images, labels = training.data.test_images[:NOISY_IMAGES], training.data.test_labels[:NOISY_IMAGES]
     noise = torch.randn(images.shape, generator=loop.random_stream(0, "penalties/pixels")).to(images)
     predictions = {scale: training.model(images + scale * noise).argmax(-1) for scale in NOISES}
@@ -73,7 +79,10 @@ def under_noise(training: loop.Training) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each name that has runs, the baselines' accuracies, the verdicts, and a check of Theorem 2.1."""
+    """Returns a row for each model, the accuracies of `BASELINES`, the verdicts on `CLAIMS`, and a check of Theorem 2.1.
+
+    A model without runs has no row.
+    """
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     rows = [row(name, settings, results) for name in settings.runs]
     return {

@@ -22,10 +22,10 @@ from pipeline.studies.lab import Lab
 
 GAUSSIAN = "Gaussian"
 SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and keys
-KEY_MEANS = (0.0, 3.0)  # added to every key, which leaves softmax attention as it is
-MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # measured as initialised
+KEY_MEANS = (0.0, 3.0)  # we add this mean to every key, which does not change softmax attention
+MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # we measure these models at initialisation
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
-QUARTER = 0.25  # the sharper bound over the paper's
+QUARTER = 0.25  # the sharper bound divided by the paper's bound
 RATIO_ROUNDING = 1e-6  # rounding error of a ratio at the smallest ε
 
 
@@ -36,7 +36,10 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures for each case the largest and median ratio of change to bound, and ‖K‖₂ of centred keys over ‖K‖₂."""
+    """Measures the maximum and the median ratio of change to bound, for each case.
+
+    For softmax attention it also measures the minimum ‖K − K̄‖₂ / ‖K‖₂, where each row of K̄ is the mean key.
+    """
     softmax, orthogonal = [], []
     for seed in settings.seeds:
         for identity, query, key, scale in itertools.chain(gaussian(seed, lab), models(seed, settings, lab)):
@@ -68,7 +71,7 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 
 
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
-    """Yields for each ε the largest and the median ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i, when a random δ moves each query.
+    """Yields for each ε the maximum and the median ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i, when a random δ moves each query.
 
     For ε = 0, each ratio is its supremum over δ as ε → 0, from `worst_ratios`.
     """
@@ -95,8 +98,10 @@ def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """Yields for each ε the largest and the median ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads, for A = exp(S), when a random δ
-    moves one query."""
+    """Yields for each ε the maximum and the median ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads, when a random δ moves one query.
+
+    A = exp(S) is the matrix of orthogonal attention.
+    """
     a = orthogonal_attention_matrix(query, key, scale=scale)
     factor = torch.as_tensor(scale, dtype=key.dtype).abs().expand(*key.shape[:-2], 1, 1)[..., 0, 0]
     for epsilon in EPSILONS:
@@ -112,7 +117,10 @@ def extreme_ratios(ratios: Tensor) -> dict[str, float]:
 
 
 def attained() -> pd.DataFrame:
-    """Returns softmax's ‖f(ε) − f(0)‖ / (2 ‖K‖₂ ε) for each ε, for N = 2 and K = (1, −1)ᵀ. It tends to ¼ as ε falls."""
+    """Returns ‖f(ε) − f(0)‖ / (2 ‖K‖₂ ε) for each ε, where f(q) = softmax(q Kᵀ) with N = 2 and K = (1, −1)ᵀ.
+
+    The ratio tends to ¼ as ε falls.
+    """
     key = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     row = lambda q: torch.softmax(q * key.mT, dim=-1)  # noqa: E731
     ratios = [(row(e) - row(0.0)).norm().item() / (2 * norm(key).item() * e) for e in EPSILONS]

@@ -29,7 +29,7 @@ CLAIM = "penalties_boost_transduction"
 
 
 class Penalised(Section):
-    penalty: str | None = None  # name in osa.constrained.penalties
+    penalty: str | None = None  # name of a penalty in osa.constrained.penalties
     weight: NonNegativeFloat = 0.0
 
 
@@ -92,7 +92,7 @@ def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's last loss and accuracy (%) by task, and the verdicts."""
+    """Returns a row for each task and model, with the loss and the accuracy (%), and the verdict on `CLAIM`."""
     results, rows = Results(tables), []
     for task, (name, model) in itertools.product(TASKS, settings.models.items()):
         key = f"{task}_{name}"

@@ -1,6 +1,6 @@
 """Benchmarks: scripts that time the project against its alternatives, side by side in one process.
 
-Some names mean the same in every script:
+Some names mean the same in every script that has them:
 
 KEYS             columns that identify a row of the table
 Key              type of the values that identify a call

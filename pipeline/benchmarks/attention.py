@@ -5,9 +5,10 @@ Orthogonal attention runs by all methods of `osa.functional`, by the paper's for
 them, and by the dense N×N `matrix_exp`. The alternatives are two linear substitutes for softmax, and torch's softmax
 attention, by the backend that torch chooses and by each backend that accepts the inputs. We time a forward pass, and a
 forward and a backward pass. The inputs have the spectrum and the ‖S‖₂ of the study `complexity`. At each size all routes are
-timed in rounds of shuffled order. A route is left out where it is predicted to be too slow or too large. Writes
-attention.csv and .json to paper_outputs/benchmarks/HARDWARE/. Options that are not the default add to the name, as in
-attention_bfloat16.csv.
+timed in rounds of shuffled order. A route is left out where it is predicted to be too slow or too large.
+
+The results go to attention.csv and attention.json in paper_outputs/benchmarks/HARDWARE/. Options that are not the default
+are added to the name, as in attention_bfloat16.csv.
 """
 
 import argparse
@@ -40,13 +41,15 @@ from pipeline.results import measures
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
 VIT_B16 = 197  # tokens of ViT-B/16 at 224×224
-WIDTHS = (16, 64)  # d_v: of the paper's heads, and a common value
+WIDTHS = (16, 64)  # d_v of the paper's heads, and a common value of d_v
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
-MOST_MATRIX_BYTES = 2**30  # largest N×N matrix
-MOST_TOKENS_DENSE = 512  # most tokens for `matrix_exp` on the CPU: with more, forward and backward take seconds
-MOST_TOKENS_ERROR = 512  # most tokens for which ‖AᵀA − I‖₂ is measured, since this forms A
-ALLOWANCE = 1.5  # a call may reach this multiple of the peak: the clock rate may rise between the two measurements
+MOST_MATRIX_BYTES = 2**30  # maximum size of an N×N matrix
+# Maximum number of tokens for `matrix_exp` on the CPU. With more tokens, a forward and a backward pass take seconds.
+MOST_TOKENS_DENSE = 512
+MOST_TOKENS_ERROR = 512  # maximum number of tokens for which we measure ‖AᵀA − I‖₂, since this needs the matrix A
+# A call may reach this multiple of the peak, since the clock rate may rise after the peak has been measured.
+ALLOWANCE = 1.5
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -61,7 +64,12 @@ Key = tuple[str, int, str]  # method, width and pass
 
 @dataclass(frozen=True)
 class Route:
-    """A way to compute attention: `function` maps query, key and value to the output, in a time that grows as N^power."""
+    """A way to compute attention.
+
+    function       maps query, key and value to the output
+    power          the time grows as N^power
+    forms_matrix   whether the function stores an N×N matrix
+    """
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     power: int
@@ -69,8 +77,9 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError if a row is over `ALLOWANCE` times as fast as the peak: then the clock or the count is wrong.
+    """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak.
 
+    If it is, the clock is wrong, or the number of floating-point operations is wrong.
     A clock is wrong by a factor of tens or more if it reads milliseconds as seconds, does not wait for the device, or
     divides by the wrong number of calls.
     """
@@ -129,7 +138,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = max(peak, measurements.peak(device, dtype))  # again at each size, as the machine may have been busy
+        # We measure the peak again at each size, because the machine may have been busy before.
+        peak = max(peak, measurements.peak(device, dtype))
         errors = {method: error_of(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
             times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
@@ -145,7 +155,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     """Returns every way to compute attention that accepts these inputs, by name."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
-    methods = [method for method in METHODS if method != "qr_literal"]  # the literal code is below
+    methods = [method for method in METHODS if method != "qr_literal"]  # the route "literal_qr" takes its place
     found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)
@@ -186,7 +196,10 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 
 
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
-    """Returns whether to time a call, from its memory and from `before`: tokens and seconds of the route's last call."""
+    """Returns whether to time a call, judged by its memory and by its predicted time.
+
+    `before` gives the tokens and the seconds of the route's last call. It is None if the route has not been timed.
+    """
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
         return False  # torch.linalg.qr has no gradient for a wide matrix
@@ -198,7 +211,10 @@ def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple
 
 
 def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
-    """Returns ‖AᵀA − I‖₂ of the first head, where A is the output for V = I; NaN for other attention and large N."""
+    """Returns ‖AᵀA − I‖₂ of the first head, where A is the output for V = I.
+
+    The result is NaN for attention that is not orthogonal, and for N above `MOST_TOKENS_ERROR`.
+    """
     call = calls.get((method, width, FORWARD))
     if call is None or method.startswith((SDPA, LINEAR)) or call.tensors[0].shape[-2] > MOST_TOKENS_ERROR:
         return math.nan

@@ -24,14 +24,14 @@ from osa import runtime
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler says on stderr that it found no CUDA device
 
-FORWARD, BOTH = "forward", "forward and backward"  # passes of a call, as tables name them
+FORWARD, BOTH = "forward", "forward and backward"  # the values of the column "pass" in tables
 Shapes = list[list[int]]
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function and its tensor arguments, which count as memory of the call."""
+    """A function and its tensor arguments. The arguments count as memory of the call."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -55,9 +55,11 @@ def _gradients(function: Callable[..., Tensor], grad: Tensor, *leaves: Tensor) -
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply–adds of a call, and its peak memory in bytes, beyond what was allocated before the call.
+    """The cost of a call.
 
-    `by_formula` is the part of the multiply–adds that comes from the formulas in `ROUTINES`.
+    multiply_adds   number of multiply–adds
+    by_formula      the part of `multiply_adds` that comes from the formulas in `ROUTINES`
+    peak_bytes      peak memory, without the memory that was allocated before the call
     """
 
     multiply_adds: int
@@ -66,16 +68,16 @@ class Cost:
 
 
 def cost(call: Callable[[], object], device: torch.device) -> Cost:
-    """Returns the cost of a call, on one thread because operators on the CPU take work space for each thread.
+    """Returns the cost of a call. The call runs on one thread, because operators on the CPU take work space for each thread.
 
-    We count the multiply–adds of each matrix product that the profiler sees, and add those of library routines, such as
-    factorisations, by formulas. Element-wise work does not count. If orthogonal attention runs a kernel, which hides its
-    products, we count the products of the plain route. The peak memory is that of torch's allocator: on the CPU we sum the
-    allocations, on CUDA we read the peak that the allocator records.
+    We count the multiply–adds of each matrix product that the profiler sees. Formulas give the multiply–adds of library
+    routines, such as factorisations. Element-wise work does not count. If orthogonal attention runs a kernel, the kernel
+    hides its products, and we count the products of the plain route. The peak memory is the peak of torch's allocator. On
+    the CPU we sum the allocations. On CUDA we read the peak that the allocator records.
 
     Raises:
-        LookupError: the call runs a routine of linear algebra or an attention without a formula here, or an operator of
-            `osa` that has no plain route.
+        LookupError: the call runs a routine of linear algebra or an attention for which this file has no formula, or an
+            operator of `osa` that has no plain route.
     """
     call()  # memory that the first call allocates and keeps does not count
     on_cuda = device.type == "cuda"
@@ -132,8 +134,8 @@ def product(a: list[int], b: list[int]) -> int:
 def qr(shape: list[int]) -> int:
     """Returns the multiply–adds of the reduced QR decomposition of (..., N, r) by Householder reflections.
 
-    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. The multiply–adds are
-    half their floating-point operations (Golub & Van Loan, Section 5.2).
+    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. We count half of the
+    floating-point operations of both (Golub & Van Loan, Section 5.2).
     """
     *batch, n, r = shape
     k = min(n, r)
@@ -143,7 +145,7 @@ def qr(shape: list[int]) -> int:
 
 
 def cholesky(shape: list[int]) -> int:
-    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n): n³/6 each, half of n³/3 operations.
+    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n): n³/6 per matrix, half of n³/3 operations.
 
     Column j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix, and Σ (n − j)²/2 = n³/6
     (Golub & Van Loan, Section 4.2).
@@ -152,7 +154,7 @@ def cholesky(shape: list[int]) -> int:
 
 
 def householder_product(shape: list[int]) -> int:
-    """Returns the multiply–adds of turning k Householder reflections into an n×k basis, (..., n, k): a part of `qr`."""
+    """Returns the multiply–adds that turn k Householder reflections into an n×k basis, (..., n, k). `qr` includes them."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 
@@ -173,14 +175,16 @@ def attention_backward(query: list[int], key: list[int], value: list[int]) -> in
     return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
-PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # the profiler sees them with their shapes
+PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products, which the profiler sees with their shapes
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }
-ROUTINES: dict[str, Callable[[Shapes], int]] = {  # the profiler sees nothing inside; counts by Golub & Van Loan
+# The profiler sees no products inside these routines. The formulas come from Golub & Van Loan.
+ROUTINES: dict[str, Callable[[Shapes], int]] = {
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
     "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
-    "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),  # 0 for .out
+    # The overload with the argument `out` has three shapes and counts 0.
+    "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),
     "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # n³/3 (Section 3.2)
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves
     "aten::linalg_qr": lambda shapes: qr(shapes[0]),
@@ -208,8 +212,8 @@ def sample_seconds(
 ) -> dict[K, list[float]]:
     """Returns `repeats` samples of each call's seconds. A round takes a sample of every call, in a new random order.
 
-    Whatever slows the machine for a while then affects all calls alike. Every call runs twice before the rounds. A sample is
-    the mean of calls in a row, which take about `at_least` seconds.
+    If something slows the machine for a while, it affects all calls alike. Every call runs twice before the rounds. A sample
+    is the mean over several calls in a row, which together take about `at_least` seconds.
     """
     for call in calls.values():
         call()
@@ -222,7 +226,10 @@ def sample_seconds(
 
 
 def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Returns the mean seconds of `times` calls in a row; on CUDA the time between two events, once the device is idle."""
+    """Returns the mean seconds of a call over `times` calls in a row.
+
+    On CUDA it waits until the device is idle, and then measures the time between two events.
+    """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Times a training step of each deep model: `python -m pipeline benchmarks.depth`.
 
 All models take their steps in one process, in rounds of shuffled order, from their initial weights. The records of trainings
-have seconds too, but these depend on what else the machine did. Writes depth.csv and .json to
+have seconds too, but these seconds depend on what else the machine did. The results go to depth.csv and depth.json in
 paper_outputs/benchmarks/HARDWARE/.
 """
 
@@ -48,7 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
-    """Returns each model's median seconds, and the median, 10 % and 90 % quantiles of its seconds ÷ ViT's by round."""
+    """Returns a row for each model.
+
+    seconds     median seconds of a step
+    over_vit    median over rounds of the model's seconds divided by ViT's seconds in the same round
+    low, high   10 % and 90 % quantiles of this ratio
+    """
     seconds = pd.DataFrame(samples)
     ratios = seconds.div(seconds[REFERENCE], axis=0)
     rows = [(model, seconds[model].median(), *measurements.quantiles(ratios[model]).values()) for model in samples]

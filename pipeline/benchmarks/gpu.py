@@ -2,16 +2,17 @@
 
 machine    rates of a copy and of a matrix product
 forms      each form of a kernel, in a process of its own: seconds of its first use, and its errors against float64
-attention  orthogonal attention as replays of a CUDA graph and eagerly, each of its launches, torch's attention, and a copy
+attention  orthogonal attention, replayed from a CUDA graph and run eagerly; each of its launches; torch's attention; copies
 split      the kernels that leave φ₁ to torch (float32, or wider heads), against torch's products and torch's attention
 vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
 step       a training step of each model of the paper, and its parts
 train      the phases of a whole training of the paper's size, on random images
 profile    the profiler's numbers for each kernel of a call
 
-All parts end within 570 seconds; each has a share of them. A part runs in a process of its own, writes a row as soon as it
-is measured, and stops at its deadline. Tables and output go to gpu/, and after each part into gpu.tar.gz. At the end the
-script prints the decisive numbers. It runs by its path, because `pipeline` imports packages that may be missing.
+All parts together end within 570 seconds, and each part has a share of this time. A part runs in a process of its own,
+writes a row as soon as it is measured, and stops at its deadline. Tables and output go to the folder gpu/. After each part
+the script packs this folder into gpu.tar.gz. At the end it prints the decisive numbers. Run the script by its path, because
+the package `pipeline` imports packages that may be missing.
 """
 
 import argparse
@@ -53,8 +54,9 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-NORMS = (2.0, 6.0, 40.0)  # ‖S‖₂. The paper's trained heads have medians of 0.2 to 1.6 by block; ViT-B/16 starts at 6
-TINY_NORMS = NORMS[:2]  # the interpreter takes long at 40
+# ‖S‖₂. In the paper's trained models the median over the heads of a block is 0.2 to 1.6. ViT-B/16 starts training at 6.
+NORMS = (2.0, 6.0, 40.0)
+TINY_NORMS = NORMS[:2]  # Triton's interpreter takes long at a norm of 40
 Rows = Iterator[dict]
 
 
@@ -70,8 +72,8 @@ def device_rates(tiny: bool) -> Rows:
 
 Form = tuple[Method, int, int, int, int, torch.dtype]
 FORMS: tuple[Form, ...] = (  # method, batch, heads, tokens, width, type
-    ("exact", 2, 160, 197, 64, HALF),  # enough heads to fill a device, then few
-    ("exact", 1, 3, 8192, 64, HALF),
+    ("exact", 2, 160, 197, 64, HALF),  # enough heads to fill a device
+    ("exact", 1, 3, 8192, 64, HALF),  # too few heads to fill a device
     ("exact", 2, 3, 50, 16, SINGLE),
     ("qr", 2, 3, 50, 16, SINGLE),
     ("newton_schulz", 2, 3, 50, 16, SINGLE),
@@ -150,7 +152,7 @@ def random_inputs(
     return [x.to(DEVICE).requires_grad_() for x in inputs], norm / radius
 
 
-SHAPES = (  # batch, heads, tokens: ViT-B/16, then long sequences
+SHAPES = (  # batch, heads, tokens; the first shape is that of ViT-B/16, the others are long sequences
     (128, 12, 197),
     (1, 64, 4096),
     (1, 64, 1024),
@@ -163,7 +165,10 @@ SHAPES = (  # batch, heads, tokens: ViT-B/16, then long sequences
 
 
 def attention_calls(tiny: bool) -> Rows:
-    """Times calls of width 64 in bfloat16, and each launch by itself. "rest" is the call's time minus its launches'."""
+    """Times calls of width 64 in bfloat16, and each launch by itself.
+
+    The part "rest" is the time of a call minus the times of its launches.
+    """
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
         for norm in TINY_NORMS if tiny else NORMS:
@@ -181,7 +186,7 @@ def attention_calls(tiny: bool) -> Rows:
         for name, other in others.items():
             for row in timings(other, inputs):
                 yield shape | {"norm": "", "method": name} | row
-        for work, count in (("forward", 2), ("both", 6)):  # copies that read and write as much as the pass must
+        for work, count in (("forward", 2), ("both", 6)):  # `count` copies read and write as many tensors as attention must
             row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
             yield shape | row | {"seconds": median_seconds(partial(copies, inputs[0].detach(), count))}
 
@@ -216,7 +221,8 @@ def by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
     """Copies x `count` times. Each copy reads one tensor and writes one.
 
-    So 2 copies match a forward pass (Q, K, V, output). 4 more match a backward pass: the same again, and four gradients.
+    A forward pass reads or writes four tensors (Q, K, V and the output), as 2 copies do. A backward pass reads or writes the
+    same four tensors and their four gradients, as 4 copies do.
     """
     return tuple(x.clone() for _ in range(count))
 
@@ -246,7 +252,10 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """Returns the time between the launches of a call; None if the launches, timed alone, take longer than the call."""
+    """Returns the time between the launches of a call.
+
+    The result is None if the launches, each timed by itself, together take longer than the call.
+    """
     left = whole - sum(shares)
     return left if left >= 0 else None
 
@@ -278,10 +287,10 @@ def again(start: Callable, given: tuple) -> tuple:
 
 
 def vit_b16(tiny: bool) -> Rows:
-    """Times a step of ViT-B/16 on 128 images, in bfloat16 by autocast. Skips and LN stay, so only attention differs.
+    """Times a step of ViT-B/16 on 128 images, in bfloat16 by autocast. All models have skips and LN and differ in attention.
 
-    α sets ‖S‖₂, which grows with the number of tokens. It is 6 for α = 0.1, `build_vit`'s default, and 1.5 for α = 0.025, as
-    in the paper's trained models.
+    α sets ‖S‖₂, which grows with the number of tokens. For α = 0.1, the default of `build_vit`, ‖S‖₂ is 6. For α = 0.025 it
+    is 1.5, as in the paper's trained models.
     """
     small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
@@ -300,7 +309,13 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """Times replays of a whole step, of its forward pass, of both passes, and of a step with the identity for attention."""
+    """Times replays for each model.
+
+    seconds             a whole step
+    forward             the forward pass
+    both                the forward and the backward pass
+    without_attention   a whole step, with the identity in place of attention
+    """
     images = torch.rand(1 if tiny else 128, 1, 28, 28, device=DEVICE)
     labels = torch.arange(len(images), device=DEVICE) % 10
     for name in MODELS[-1:] if tiny else MODELS:
@@ -332,7 +347,7 @@ def step_of(model: torch.nn.Module, images: Tensor, *, autocast: bool = False) -
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Returns AdamW with a learning rate of 0. A step takes the same time, and ‖S‖₂ stays as drawn."""
+    """Returns AdamW with a learning rate of 0. This rate does not change the time of a step, and it leaves ‖S‖₂ as drawn."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=DEVICE.type == "cuda")
 
 
@@ -511,7 +526,10 @@ def interpreted() -> Iterator[None]:
 
 
 def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
-    """Runs a part in a process of its own, which should stop by itself; kills it at the deadline. Returns the outcome."""
+    """Runs a part in a process of its own, and returns the outcome.
+
+    The process should stop by itself. If it has not stopped by the deadline, it is killed.
+    """
     if allowed < 5:
         return "out of time"
     options = ["--into", folder, "--until", time.time() + allowed - 2, *(["--rehearse"] if tiny else [])]
@@ -545,7 +563,7 @@ def write_rows(path: Path, rows: Rows, until: float) -> None:
 def first_look(folder: Path) -> Iterator[str]:
     """Yields the decisive numbers: errors, then the times of a step with OSA and of a call."""
     forms_found = read_rows(folder / "forms.csv")
-    kept = [row for row in forms_found if row["output"] != "nan"]  # NaN means that digits are lost
+    kept = [row for row in forms_found if row["output"] != "nan"]  # kernels return NaN if no digit would be correct
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):
@@ -571,7 +589,7 @@ def first_look(folder: Path) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Returns the rows of a table; none if the file is missing."""
+    """Returns the rows of a table. The list is empty if the file is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:

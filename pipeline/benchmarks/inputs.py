@@ -1,4 +1,4 @@
-"""Inputs of one head, for counting and timing its attention, and the naive method: the dense exponential."""
+"""Inputs with which we count and time the attention of one head. Also the naive method, the dense exponential."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 SEED = 0
-NORM = 2.0  # ‖S‖₂. Trained heads have a median of 0.2 to 1.6 by block, and at most 4.3
+NORM = 2.0  # ‖S‖₂. Over the trained heads of a block the median is 0.2 to 1.6. The maximum over all blocks is 4.3.
 DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY: few directions carry S, as in a trained head
 
 
@@ -23,13 +23,13 @@ class Inputs:
     def draw(cls, tokens: int, width: int, norm: float, device: torch.device) -> "Inputs":
         draws = torch.randn(3, 1, 1, tokens, width, generator=torch.Generator().manual_seed(SEED))
         query, key = draws[:2] * torch.arange(1, width + 1) ** -DECAY
-        r = torch.linalg.qr(torch.cat([query, key], dim=-1).double(), mode="r").R  # gives ‖S‖₂ without the N×N matrix
+        r = torch.linalg.qr(torch.cat([query, key], dim=-1).double(), mode="r").R  # R gives ‖S‖₂ without the N×N matrix
         scale = norm / torch.linalg.matrix_norm(skew(1.0, *r.chunk(2, dim=-1)), 2).item()
         return cls(query.to(device), key.to(device), draws[2].to(device), scale)
 
 
 def skew(scale: float, query: Tensor, key: Tensor) -> Tensor:
-    """Returns scale · (QKᵀ − KQᵀ) in the inputs' precision: S of Eq. 5, or [S] for BᵀQ and BᵀK."""
+    """Returns scale · (QKᵀ − KQᵀ) in the precision of the inputs. It is S of Eq. 5 for Q and K, and [S] for BᵀQ and BᵀK."""
     half = scale * (query @ key.mT)
     return half - half.mT
 

@@ -1,17 +1,19 @@
 """Resources of the kernels in osa/kernels: `python -m pipeline benchmarks.kernels`. It needs Triton but no GPU.
 
-Triton's compilers compile each kernel for each architecture. Writes kernels.csv to paper_outputs/benchmarks/:
+Triton's compilers compile each kernel for each architecture. The script writes kernels.csv to paper_outputs/benchmarks/.
+These are some of its columns:
 
-registers            registers of a thread
-spilled_bytes        bytes that a thread spills (stores and loads)
-shared_bytes         bytes of shared memory of a program
-programs_by_memory   programs that fit on a multiprocessor by shared memory alone
-programs             programs that fit by all limits
+registers            number of registers per thread
+spilled_bytes        number of bytes that a thread spills, the sum of stores and loads
+shared_bytes         bytes of shared memory per program
+programs_by_memory   number of programs that fit on a multiprocessor if only shared memory limits them
+programs             number of programs that fit on a multiprocessor
 warnings             the compiler's performance warnings; C7510 says that a thread waits for each product
-hgmma, waits         tensor-core products (HGMMA, Hopper's asynchronous instruction), and waits for them
+hgmma                number of HGMMA instructions, Hopper's asynchronous products on tensor cores
+waits                number of instructions that wait for these products
 
-A kernel is compiled again only if the digest of the compiler's input differs from its row's. A kernel that takes more
-resources than its row says gets a warning.
+A kernel is compiled again only if the compiler's input has changed, that is, if its digest differs from the digest in the
+kernel's row. The script prints a warning if a kernel then takes more resources than its row says.
 """
 
 import ast
@@ -49,7 +51,7 @@ TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability → bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, for both architectures
 RESERVED = 1024  # bytes of shared memory that the driver adds to each program
-WIDTHS = (16, 32, 64, 128)  # d_v: of the paper's heads, and common values
+WIDTHS = (16, 32, 64, 128)  # d_v of the paper's heads, and common values of d_v
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (
@@ -61,9 +63,11 @@ METHODS = (
 )
 BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
 BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
-MOST_ROWS = {"exact": 64}  # most tokens for which "exact" holds a basis in a program's registers
+MOST_ROWS = {"exact": 64}  # method → maximum number of tokens for which a program holds a basis in its registers
 MANY = 4096  # tokens of a long sequence
-MULTIPROCESSORS = {"parts": 132}  # `parts` needs more multiprocessors than heads, so it sees an H100's; other forms see 1
+# Form of a kernel → the number of multiprocessors that its launch sees. The default is 1. "parts" needs more multiprocessors
+# than heads, so it sees as many as an H100 has.
+MULTIPROCESSORS = {"parts": 132}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -93,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def committed_rows() -> dict[Key, dict[str, str]]:
-    """Returns the rows of kernels.csv by key; empty if the file is missing."""
+    """Returns the rows of kernels.csv by key. The dict is empty if the file is missing."""
     if not (ROOT / TABLE).exists():
         return {}
     rows = pd.read_csv(ROOT / TABLE, dtype=str, keep_default_na=False).to_dict("records")
@@ -117,7 +121,7 @@ def source(launched: Launch, architecture: int) -> str:
 
 @functools.cache
 def code(kernel) -> dict[str, str]:
-    """Returns the code, without comments, of a kernel and the functions it calls, and the constants they read."""
+    """Returns the code of a kernel and of the functions that it calls, without comments, and the constants they read."""
     found, waiting = {}, [kernel.fn]
     while waiting:
         function = waiting.pop()
@@ -143,7 +147,11 @@ def code(kernel) -> dict[str, str]:
 
 
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
-    """Lists the launches of a forward and a backward pass, for heads of one width, at the most tokens a method takes."""
+    """Lists the launches of a forward and a backward pass, for heads of one width.
+
+    A form for long sequences gets `MANY` tokens. Other kernels get the number in `MOST_ROWS`, or else the maximum number of
+    tokens of the short kernels.
+    """
     found, (*form, method) = [], method.split()
     multiprocessors = MULTIPROCESSORS.get("".join(form), 1)
     with (
@@ -167,7 +175,8 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    if form == ["parts"]:  # "fused" lists the stepped kernels; a launch that both passes make counts once
+    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A launch that both passes make counts once.
+    if form == ["parts"]:
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
 
@@ -189,7 +198,8 @@ def resources(launched: Launch, architecture: int) -> dict:
         report = _run("ptxas", "-v", f"--gpu-name={target}", ptx, "-o", machine_code).stderr
         instructions = _run("cuobjdump", "--dump-sass", machine_code).stdout
     hgmma, waits = (len(re.findall(rf"\b{name}\b", instructions)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}  # sums over functions
+    # ptxas reports numbers for each function of a kernel. We take their sums.
+    used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
     by_memory = ARCHITECTURES[architecture] // (shared + RESERVED)
@@ -208,7 +218,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Returns whether a kernel takes more resources than its row of the table says."""
+    """Returns whether a kernel takes more resources (`row`) than its row of the table says (`than`)."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

@@ -19,7 +19,7 @@ def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
     """Returns FAVOR+ attention, an estimate of softmax attention at scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
 
     φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x and Ω = `projection`, (m, d). To avoid overflow we divide the features of
-    each query by their largest, and the features of all keys of a head by their largest. These factors cancel.
+    each query by their maximum, and the features of all keys of a head by their maximum. These factors cancel.
     """
     exponents = []
     for x in (query, key):
@@ -34,13 +34,14 @@ def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
 def orthogonal_projection(width: int, count: int | None = None) -> Tensor:
     """Returns Ω (count, width) for FAVOR+: Gaussian rows, orthogonal within each block of `width` rows.
 
-    `count` is d ln d by default, the order for which Choromanski et al. bound the error.
+    By default `count` is d ln d, rounded up, with d = `width`. Choromanski et al. bound the error for counts of this order.
     """
     count = math.ceil(width * math.log(width)) if count is None else count
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(math.ceil(count / width), width, width, generator=generator)
     q, r = torch.linalg.qr(blocks)
-    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # makes q uniform: Householder fixes the signs of r
+    # LAPACK chooses the signs on the diagonal of r. If all signs are made positive, q is uniformly distributed.
+    q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     directions = q.mT.flatten(0, 1)[:count]
     return directions * torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
 

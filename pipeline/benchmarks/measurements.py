@@ -19,14 +19,15 @@ BENCHMARKS = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
 INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
-SDPA, BEST = "sdpa", "best SDPA"  # the backend that torch chooses; the fastest backend
+SDPA, BEST = "sdpa", "best SDPA"  # SDPA runs the backend that torch chooses, BEST is the fastest backend
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
+# The size of square matrices → the number of samples that `peak` takes of their product. A small product ends before the
+# system interrupts the process, so small products show the peak on a busy machine too.
 PEAK_SIZES = {
     256: 50,
     512: 20,
     2048: 3,
-}  # size of square matrices → how many samples of their product `peak` takes.
-# Small products end before the system interrupts the process, so they show the peak on a busy machine too.
+}
 
 
 def parser(script: str, about: str | None) -> argparse.ArgumentParser:
@@ -52,11 +53,12 @@ def quantiles(seconds: list[float] | NDArray) -> dict[str, float]:
 def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Returns the floating-point operations per second of the fastest matrix product up to 2048×2048, in float32 or `dtype`.
 
-    On CUDA it allows TF32: torch's attention splits float32 products into several on tensor cores, and may pass the peak of
-    plain float32. It measures by the wall clock until the host has read a result. It does not use benchmarks/cost.py,
-    because it serves to check that clock.
+    On CUDA it allows TF32, because torch's attention splits a float32 product into several products on tensor cores. Such
+    attention may be faster than the peak of plain float32. The time is that of the wall clock until the host has read a
+    result. It does not come from `seconds` in benchmarks/cost.py, because the peak serves to check that function.
     """
-    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30  # many on CUDA, where reading a result takes long
+    # On CUDA we time 30 products in a row, because reading a result takes long.
+    best, in_a_row = 0.0, 1 if device.type == "cpu" else 30
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"
     for n, samples in PEAK_SIZES.items():
@@ -82,7 +84,7 @@ def write_measurements(name: str, table: pd.DataFrame, device: torch.device, opt
 
 
 def measured(name: str) -> list[Path]:
-    """Returns all files of this name, such as step.json: one for each machine that has it.
+    """Returns the paths of all files of this name, such as step.json, in the folders of all machines.
 
     Raises:
         UserError: a machine's files have changed since they were measured.

@@ -3,8 +3,8 @@
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
 rotations), and the steps of pipeline/benchmarks/post.py. The dense layer is `nn.Linear`. We time a forward pass alone, and
 one with the gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and we
-divide each time by the dense layer's of the same round. We leave out sizes at which a layer would take too long. Writes
-orthogonal.csv and orthogonal.json to paper_outputs/benchmarks/HARDWARE/.
+divide each time by the dense layer's time in the same round. We leave out sizes at which a layer would take too long. The
+results go to orthogonal.csv and orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -39,8 +39,9 @@ TOKENS = (1, 128, TRAINING_TOKENS)
 STD = 0.01  # standard deviation of the parameters, as in the post
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
-POWER = 2.5  # predictions grow as n^POWER: times grow as n² with many tokens, and as n³ with few
-LARGEST_GIVENS = 128  # largest n of the post's Givens rotations: autograd stores n(n − 1)/2 results
+# We predict that a time grows as n^POWER. With many tokens it grows as n², and with few tokens as n³.
+POWER = 2.5
+LARGEST_GIVENS = 128  # maximum n for the post's Givens rotations, since autograd stores n(n − 1)/2 results
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]
 
@@ -49,7 +50,12 @@ Key = tuple[str, str, int, int, str]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer: `function` maps tokens (b, n) and `parameters` to the output; `free` counts the degrees of freedom."""
+    """A linear layer.
+
+    function     maps tokens (b, n) and `parameters` to the output
+    parameters   the parameters of the layer, as one tensor
+    free         number of degrees of freedom
+    """
 
     function: Callable[[Tensor, Tensor], Tensor]
     parameters: Tensor
@@ -95,7 +101,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns the layers of width n by (map, code). Our layers and torch's start from the same weight, moved by an X ≠ 0."""
+    """Returns the layers of width n by (map, code).
+
+    Our layers and torch's are initialised with the same weight. A small random X is then added to their parameters.
+    """
     generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
     angles = (STD * torch.randn(free, generator=generator)).to(device)
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)

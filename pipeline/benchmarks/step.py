@@ -1,11 +1,13 @@
 """Times a training step of each model of the paper and of the straightforward script: `python -m pipeline benchmarks.step`.
 
-Both sides take the same steps in one process, in rounds of shuffled order: a batch of the paper's size, forward, backward,
-clipping, AdamW. Our side is the step of `pipeline.training`, on CUDA both with its graph and without. The other side is
-`benchmarks.straightforward` with a DataLoader over torchvision's MNIST, in torch's default settings; it reads the loss after
-each step, as such scripts do. Both start from the initial weights of one seed, and if that seed's run is trained, also from
-its last weights, which have a larger ‖S‖. The rounds also time a large matrix product, which shows the speed of the machine.
-Writes step.csv and step.json to paper_outputs/benchmarks/HARDWARE/.
+Our code and the script take the same steps in one process, in rounds of shuffled order. A step takes a batch of the paper's
+size through a forward pass, a backward pass, clipping and AdamW. Our code is the step of `pipeline.training`. On CUDA we
+time it with its graph and without. The script is `benchmarks.straightforward` with a DataLoader over torchvision's MNIST, in
+torch's default settings. It reads the loss after each step, as such scripts do.
+
+Both start from the initial weights of one seed. If the run of this seed has been trained, we also time both with its last
+weights, which have a larger ‖S‖. The rounds also time a large matrix product, which shows the speed of the machine. The
+results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -106,8 +108,9 @@ def prepare(
 
 
 def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
-    """Returns the floating-point operations of each step's matrix products. For a graph and compiled code, which hide their
-    products, it counts our eager code.
+    """Returns the floating-point operations of each step's matrix products.
+
+    A graph and compiled code hide their products. For them we count the products of our eager code.
     """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
@@ -178,7 +181,10 @@ def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
 
 
 def in_mode(deterministic: bool, step: StepCall) -> StepCall:
-    """Returns `step` in torch's deterministic mode, as trainings run, or without it, as scripts run by default."""
+    """Returns a function that takes `step` with torch's deterministic mode switched on or off.
+
+    The pipeline's trainings switch it on. By default it is off.
+    """
 
     def call() -> object:
         torch.use_deterministic_algorithms(deterministic)
@@ -188,7 +194,7 @@ def in_mode(deterministic: bool, step: StepCall) -> StepCall:
 
 
 def unpack(source: str, folder: Path) -> None:
-    """Unpacks the files of the fetch stage to where torchvision looks for MNIST's."""
+    """Unpacks the files of the fetch stage into the folder in which torchvision looks for MNIST."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     for path in idx.folder(source).glob("*.gz"):
@@ -196,11 +202,11 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """Returns ratios of seconds for each kind of weights. A ratio is absent unless all its models were measured.
+    """Returns ratios of seconds for each kind of weights. A ratio is left out if one of its models has not been measured.
 
-    over_vit                    each of our OSA models over our ViT
-    straightforward_over_ours   for each model, and for sums over groups of models
-    eager_over_ours             our eager step over our graph, if there is a graph
+    over_vit                    time of each of our OSA models, divided by the time of our ViT
+    straightforward_over_ours   time of the script, divided by ours: for each model, and for sums over groups of models
+    eager_over_ours             time of our eager step, divided by the time of our graph. It needs a graph.
     """
     paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]

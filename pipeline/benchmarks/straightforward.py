@@ -1,7 +1,8 @@
 """The models as one would first write them: torchvision's ViT, and the paper's formulas with the library calls it names.
 
-The formulas are neither optimised nor slowed down: torch.linalg.qr, torch.linalg.matrix_exp, and Eq. 9 on the N×2d_v matrix.
-`load_weights` copies the weights of our model into a model of this file. Both then compute the same function.
+The formulas are neither optimised nor slowed down. They call torch.linalg.qr and torch.linalg.matrix_exp, and apply Eq. 9 to
+the N×2d_v matrix. `load_weights` copies the weights of our model into a model of this file. The two models then compute the
+same function.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipeline.results.measures import blocks_of
 if TYPE_CHECKING:  # torchvision takes seconds to import, and the formulas do not need it
     from torchvision.models.vision_transformer import VisionTransformer
 
-RENAMED = {  # name of a parameter in `osa.VisionTransformer` → in torchvision
+RENAMED = {  # part of a parameter's name in `osa.VisionTransformer` → the same part in torchvision
     "blocks.": "encoder.layers.encoder_layer_",
     "attention.out.": "attention.out_proj.",
     "attention.": "self_attention.",
@@ -101,7 +102,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """Returns torchvision's ViT for these images, with the blocks of this file unless torchvision's fit the variant."""
+    """Returns torchvision's ViT for these images. The blocks are those of this file unless torchvision's fit the variant."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant

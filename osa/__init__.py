@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
-NUMERICS = 2  # an edit that changes the results of training increases this, so that older runs are trained again
+# Every edit that changes the results of training increases this number. Older runs are then trained again
+NUMERICS = 2
 
 __all__ = [
     "MLP",

@@ -62,10 +62,11 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr" equals "qr_literal" in exact arithmetic, but its gradient does not pass through QR. "exact" needs no basis because
-    f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K of
-    Eq. 9; by the same identity it needs only G_K = BᵀB. Its result is orthogonal as far as the K iterations have converged
-    (Theorem 3.1). "polar_express" replaces the steps by those of Amsel et al. (2025), and computes in float64.
+    "qr" equals "qr_literal" in exact arithmetic, but its gradient does not pass through QR. "exact" needs no basis, by the
+    identity f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K
+    of Eq. 9. By the same identity, it needs only G_K = BᵀB. Its result is orthogonal as far as the K iterations have
+    converged (Theorem 3.1). "polar_express" replaces the Newton–Schulz steps by the steps of Amsel et al. (2025), and
+    computes in float64.
 
     "cayley" replaces exp(S) by another orthogonal matrix, the Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with
     exp(S) to second order and rotates by less than π. Brantner et al. (2023, *Volume-Preserving Transformers for Learning
@@ -73,21 +74,24 @@ def orthogonal_attention(
 
     A = exp(S) preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN. Here
     eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" adds up to 10⁻⁵ to
-    float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. "newton_schulz" need not be orthogonal, but
-    agrees with its equations to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix
-    exponential.
+    float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" need not be
+    orthogonal. It agrees with the equations of the method to about 30 eps · scale · ‖M‖₂², or it is NaN. "qr_literal" is as
+    accurate as torch's matrix exponential.
 
-    If N < 2d, S is smaller than G. "qr" then uses S itself, as do "exact" and "cayley" unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, S is smaller than G. "qr" then uses S itself. "exact" and "cayley" do the same, unless Q Kᵀ and K Qᵀ nearly
+    cancel.
 
-    The rounding error of Gram matrices grows with scale · ‖M‖₂², which can exceed ‖S‖₂: if Q ≈ K, if tokens share a large
-    component, or if there are outliers. To avoid this error, "exact" and "cayley" replace M by M T, which has the same S
-    (see `balanced`). If this does not suffice, they use the basis of "qr" in float64. "newton_schulz" and "polar_express"
-    continue in float64. In a trace, which hides the values, "exact" and "cayley" use M R⁻¹ (see `osa.routes`), and on the
-    CPU all methods except "qr" and "qr_literal" compute in float64. CUDA kernels choose between M T and a basis for up to 64
-    tokens of width 16, and between M T and M R⁻¹ for more than 256 tokens or a larger width. If no digit is correct, the
-    result is NaN, with a warning. exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On
-    CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except under torch.compile and
-    in the backward pass of "qr_literal".
+    The rounding error of Gram matrices grows with scale · ‖M‖₂². This number can exceed ‖S‖₂ if Q ≈ K, if tokens share a
+    large component, or if there are outliers. To avoid the error, "exact" and "cayley" replace M by M T, where T is a matrix
+    that leaves S unchanged (see `balanced`). If M T does not suffice, they use the basis of "qr" in float64. "newton_schulz"
+    computes in float64 if its error would be large. If no digit is correct, the result is NaN, with a warning.
+
+    A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor (see
+    `osa.routes`). On the CPU, all methods except "qr" and "qr_literal" then compute in float64. CUDA kernels choose between
+    M T and a basis for up to 64 tokens of width 16, and between M T and M R⁻¹ for more than 256 tokens or a larger width.
+    exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32
+    inputs are in full float32 even if the program allows TF32, except under torch.compile and in the backward pass of
+    "qr_literal".
 
     Args:
         query: (..., N, d).
@@ -138,9 +142,10 @@ def orthogonal_attention_matrix(
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Returns the attention matrix A = exp(S) that `orthogonal_attention` applies. For figures and tests: O(N²) memory.
+    """Returns the attention matrix A = exp(S) that `orthogonal_attention` applies.
 
-    Args and errors: as for `orthogonal_attention`.
+    The matrix takes O(N²) memory. This function is for figures and tests. Its arguments and errors are those of
+    `orthogonal_attention`.
 
     Returns:
         (..., N, N).
@@ -184,7 +189,7 @@ def _checked_scale(
     except RuntimeError:
         raise ValueError(f"the batch dimensions of query, key and value must broadcast, not {batches}") from None
     if scale is None:
-        return 1 / math.sqrt(query.shape[-1] or 1)  # d = 0: S is 0 at any scale
+        return 1 / math.sqrt(query.shape[-1] or 1)  # if d is 0, S is 0 at any scale
     if not isinstance(scale, (Tensor, Real)) or (isinstance(scale, Tensor) and scale.is_complex()):
         raise TypeError(f"scale must be a real number or a tensor of them, not {scale!r}")
     if not isinstance(scale, Tensor):

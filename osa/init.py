@@ -101,10 +101,10 @@ def init_orthogonal_attention_(
 
     Args:
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
-        alpha: α; for orthogonal attention only.
+        alpha: α. Softmax attention ignores it.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
-            remain uniform on the Stiefel manifold. Σ_i W^V_i W^O_i becomes orthogonal, unlike with a draw for each
-            head. This matters for depth: layers with attention near the identity multiply these sums.
+            remain uniform on the Stiefel manifold. The sum Σ_i W^V_i W^O_i becomes orthogonal, which it is not with one draw
+            per head. Deep models need this, because layers with attention near the identity multiply these sums.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -134,7 +134,7 @@ def init_softmax_attention_(
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
-        alpha: α; for orthogonal attention only.
+        alpha: α. Softmax attention ignores it.
         fused_qkv: draw query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
         joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
@@ -174,7 +174,7 @@ def init_ji_attention_(
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
         identity, noise, scale: b, a and c.
-        alpha: α; for orthogonal attention only.
+        alpha: α. Softmax attention ignores it.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -202,10 +202,10 @@ def init_signal_preserving_attention_(
     """Draws weights with zero or small query-key products for `SignalPreservingSelfAttention` (He et al. 2023, Section 3.3).
 
     Args:
-        query_key: "zero_query", as in the paper, for W^Q = 0 and an orthogonal W^K; "zero_key" for W^K = 0 and an orthogonal
-            W^Q; or "small" for orthogonal draws of both, times 0.1.
-        value_out: "orthogonal" for W^V and W^O that are each one orthogonal draw; or "gaussian" for entries from N(0, 1/d)
-            (Figure 9 of He et al.).
+        query_key: "zero_query", as in the paper, sets W^Q = 0 and draws an orthogonal W^K. "zero_key" sets W^K = 0 and draws
+            an orthogonal W^Q. "small" draws both orthogonal, and multiplies them by 0.1.
+        value_out: "orthogonal" draws W^V and W^O each as one orthogonal matrix. "gaussian" draws their entries from
+            N(0, 1/d) (Figure 9 of He et al.).
 
     Raises:
         ValueError: query_key or value_out is unknown.
@@ -255,11 +255,11 @@ def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
 def init_suo_mlp_(
     mlp: TwoLayers, *, transposed: bool = False, gain: float = 1.0, generator: Generator | None = None
 ) -> None:
-    """Draws SUO weights for an MLP, and sets zero biases (Section 4.4). SUO: see `scaled_uniform_orthogonal_`.
+    """Draws SUO weights (`scaled_uniform_orthogonal_`) for an MLP, and sets zero biases (Section 4.4).
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
-        gain: factor of the second weight; it restores the mean square, which the activation function reduces.
+        gain: factor of the second weight. It restores the mean square, which the activation function reduces.
 
     Example:
         >>> block = osa.create_model("vit", depth=1).blocks[0]
@@ -291,9 +291,10 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
     z. If φ is nearly linear, angles are preserved too, at any width. U and U Rᵀ are each uniform on their Stiefel manifold,
     as in `init_suo_mlp_`. Their dependence on each other is our addition.
 
-    One fluctuation remains: in an MLP, a mean over H entries replaces κ₁. It gives log |x|² a variance of order (1 − κ₁²)/H
-    per MLP, and of order 1/H over L MLPs that are shaped for L blocks, where 1 − κ₁² ≈ ln 5/L. With independent draws the
-    variance is 2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md derives and measures both.
+    One fluctuation remains: in an MLP, a mean over H entries replaces κ₁. This fluctuation gives log |x|² a variance of
+    order (1 − κ₁²)/H per MLP. L MLPs that are shaped for L blocks have 1 − κ₁² ≈ ln 5/L, so their variances add up to order
+    1/H. With independent draws, the sum is 2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md
+    derives and measures both.
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.

@@ -23,7 +23,7 @@ def timm_attention(
 ) -> type[nn.Module]:
     """Returns a class for `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) in place of softmax.
 
-    Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number for each head. The class
+    Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number per head. The class
     accepts boolean masks of padding, and refuses dropout of attention and causal masks.
 
     Args:
@@ -31,7 +31,7 @@ def timm_attention(
         alpha_init: initial α, which multiplies timm's scale 1/√d_v.
 
     Returns:
-        The class. Equal arguments return the same class. Pickle stores the class as this call.
+        The class. Equal arguments return the same class. Pickle stores the class as a call with these arguments.
 
     Raises:
         ImportError: timm is not installed.
@@ -87,7 +87,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _reduce(made: "_PickledByCall") -> Any:
-    """Returns what pickle stores: for a class of `_timm_class`, the call that returns it; for a subclass, its name."""
+    """Returns what pickle stores: the name of a subclass, or for a class of `_timm_class` the call that returns it."""
     return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 
@@ -110,8 +110,8 @@ def register_with_transformers(
 
     Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
     it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it, so a
-    model that is loaded and saved again would use softmax. If a model later gets another attention, it is saved with the new
-    one.
+    model that is loaded and saved again would use softmax. If a model later gets another attention, the model is saved with
+    its new attention.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -180,7 +180,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Returns the configurations of a model's parts by key, without parts that have none."""
+    """Returns the configurations of a model's parts by key. It leaves out parts without a configuration."""
     return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
 
 

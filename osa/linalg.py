@@ -1,6 +1,6 @@
 """Linear algebra of orthogonal attention: bases of span[Q, K] (Section 3), the function φ₁, Gram matrices, balancing.
 
-No matrix is N×N; only M = [Q, K] and its basis have N rows, the others are at most 2d_v×2d_v.
+No matrix is N×N. Only M = [Q, K] and its basis have N rows. All other matrices are at most 2d_v×2d_v.
 """
 
 import math
@@ -12,7 +12,8 @@ from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_gr
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
 
-POLAR_EXPRESS = (  # (a_k, b_k, c_k) of Amsel et al. 2025, for singular values in [10⁻³, 1]; later steps repeat the last
+# (a_k, b_k, c_k) of Amsel et al. 2025, for singular values in [10⁻³, 1]. All steps after the eighth repeat the last row
+POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -23,10 +24,12 @@ POLAR_EXPRESS = (  # (a_k, b_k, c_k) of Amsel et al. 2025, for singular values i
     (1.875, -1.25, 0.375),
 )
 
-_SERIES_RADIUS = 4.0  # largest spectral radius ρ of Z for a single series: terms stay below 4⁴/4! = 11, and hardly cancel
-_MAX_DOUBLINGS = 14  # number of doublings in a trace and on an accelerator, where ρ is not read
-_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # largest ρ for which these doublings suffice: 49,152
-IMBALANCE = 128.0  # largest `imbalance` allowed: A = exp(S) is then orthogonal to about 100 eps max(1, ‖S‖₂)
+# Maximum spectral radius ρ of Z for a single series. The terms of the series then stay below 4⁴/4! = 11, and hardly cancel
+_SERIES_RADIUS = 4.0
+_MAX_DOUBLINGS = 14  # number of doublings in a trace and on an accelerator, where the code does not read ρ
+_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
+# Maximum `imbalance` of Z. Up to this maximum, A = exp(S) is orthogonal to about 100 eps max(1, ‖S‖₂)
+IMBALANCE = 128.0
 
 
 def qr_basis(m: Tensor) -> Tensor:
@@ -51,8 +54,8 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
 
     Householder's Q is the exact Q of M + E, where ‖E‖ is a few eps ‖M‖ (Higham 2002, Theorem 19.4). Adding an E of this size
     on the diagonal therefore costs no accuracy, and M + E maps no null vector of M to 0. All arithmetic is float64. The
-    first decomposition is shifted, so that rounding cannot make it fail; the second removes the remaining BᵀB − I (shifted
-    Cholesky-QR of Fukaya et al. 2020).
+    first decomposition is shifted, so that rounding cannot make it fail. The second decomposition removes the remaining
+    BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -63,7 +66,7 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps * norm.square()
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     for added in (shift, torch.zeros_like(shift)):
-        gram = x.mT @ x + added * identity  # (..., n, n); not in place: autograd needs the terms
+        gram = x.mT @ x + added * identity  # (..., n, n); not in place, because autograd needs the terms
         factor = torch.linalg.cholesky_ex(gram).L
         x = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
     return x.to(m.dtype)
@@ -129,7 +132,7 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
     Newton–Schulz needs about twenty.
 
     Args:
-        gram: G₀, (..., n, n), symmetric, with ‖M₀‖₂ ≤ 1. float64: float32 cannot resolve eigenvalues of 10⁻⁶.
+        gram: G₀, (..., n, n), symmetric, in float64, with ‖M₀‖₂ ≤ 1. float32 could not resolve eigenvalues of 10⁻⁶.
         num_iterations: K ≥ 1.
     """
     for k in range(num_iterations):
@@ -143,13 +146,13 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines it for singular Z.
 
-    Evaluates a Taylor polynomial by Horner's rule in Z², with products as narrow as Y. Its degree is the least for which the
-    remainders of value and gradient are below rounding. It depends on the spectral radius ρ of Z, which is ‖S‖₂ for Z = [S]
-    and for Z = scale · J MᵀM.
+    Evaluates a Taylor polynomial by Horner's rule in Z², with products as narrow as Y. The degree is the smallest for which
+    the remainders of the value and of the gradient are below rounding. It depends on the spectral radius ρ of Z, which is
+    ‖S‖₂ for Z = [S] and for Z = scale · J MᵀM.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed. The result is then
-    NaN if Σ|λ|² = −tr Z², which is at least 2ρ², is so large that ρ may be too large for s.
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed. The bound
+    2ρ² ≤ Σ|λ|² = −tr Z² then tells whether ρ may be too large for s. If so, the result is NaN.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -186,8 +189,9 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
-    Solves with W = I − Z/2 by LU. On CUDA, where the LU of a batch waits for the host, it solves by the Cholesky
-    decomposition of WᵀW, in float64 because WᵀW has the squared condition number of W.
+    Solves linear systems with the matrix W = I − Z/2 by LU decomposition. On CUDA, the LU decomposition of a batch would
+    wait for the host, so the function uses the Cholesky decomposition of WᵀW. The Cholesky decomposition is in float64,
+    because the condition number of WᵀW is the square of that of W.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
@@ -275,7 +279,8 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    least = (eps**2 * x2 + tiny for x2 in (q2, k2))  # what is left of a column parallel to the other is rounding
+    # if the columns of a pair are parallel, the subtraction leaves only rounding errors of the shorter one
+    least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
     s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the other must not overflow float32
     return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
@@ -296,8 +301,8 @@ def _spectral_radius(square: Tensor) -> float:
     """Returns an upper bound of the spectral radii of all Z in the batch, given Z².
 
     Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. In attention the bound is about 1.2 ρ. The code adds a term
-    in eps, which covers the rounding error of the trace. If a matrix holds a NaN, or its fourth power overflows, its result
-    is lost anyway, and `_SERIES_RADIUS` replaces its bound.
+    in eps, which covers the rounding error of the trace. If a matrix contains NaN or its fourth power overflows, the result
+    for this matrix is lost anyway. `_SERIES_RADIUS` then replaces the bound.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
@@ -306,7 +311,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the least odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4.
+    """Returns the smallest odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4.
 
     The left side is the leading term of the remainder's derivative.
     """

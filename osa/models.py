@@ -135,7 +135,7 @@ MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {
     "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
-ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # takes the depth of the network
+ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # each function takes the depth of the network
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
@@ -202,7 +202,7 @@ def build_vit(
     init_mlp_ = MLP_INIT[config.mlp_init](config, *moments)
 
     shared = [option.name for option in dataclasses.fields(Sizes) if option.name != "num_heads"]
-    with torch.device("meta"):  # no values yet: each weight is drawn once, below
+    with torch.device("meta"):  # without values, because the code below draws every weight
         vit = VisionTransformer(
             attention=make_attention,
             activation=activation,

@@ -25,8 +25,8 @@ class SelfAttention(nn.Module):
 
     Every class accepts the `device` and `dtype` of its weights, as torch's layers do.
 
-    Head i has rows i·d_v to (i+1)·d_v of the query, key and value weights and the same columns of the output weight. The
-    sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product with the concatenated heads.
+    Head i uses rows i·d_v to (i+1)·d_v of the query, key and value weights, and columns i·d_v to (i+1)·d_v of the output
+    weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product with the concatenated heads.
     """
 
     embed_dim: int
@@ -57,7 +57,9 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query, key and value of each head, (B, num_heads, N, d_v), by one product if the three layers allow it.
+        """Returns query, key and value of each head, (B, num_heads, N, d_v).
+
+        If the three layers can be joined, a single matrix product computes all three.
 
         Args:
             x: (B, N, embed_dim).
@@ -77,15 +79,15 @@ class SelfAttention(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Σ_i A_i X W^V_i W^O_i (Eq. 4), (B, N, embed_dim) → (B, N, embed_dim), or the same without B.
+        """Σ_i A_i X W^V_i W^O_i (Eq. 4), (B, N, embed_dim) → (B, N, embed_dim), or (N, embed_dim) → (N, embed_dim).
 
         Args:
-            num_outputs: compute only the first tokens of the output. None: all.
+            num_outputs: number of tokens of the output to compute, from the first token on. None: all.
             attn_mask: boolean, False for padding, (B, N) or (N,); or (..., 1 or N, N), broadcast over heads.
 
         Raises:
             TypeError: x or the mask is not a tensor.
-            ValueError: x has another shape, is nested or is not floating-point, key and value are given too, or the mask
+            ValueError: x has another shape, is nested or is not floating-point; key and value are given too; or the mask
                 does not fit.
         """
         self._check(x, num_outputs, *others)
@@ -111,7 +113,10 @@ class SelfAttention(nn.Module):
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """A of each head, x (B, N, d) → (B, num_heads, N, N), in the type of x. Computes the attention with V = I."""
+    """Returns the attention matrix A of each head, (B, num_heads, N, N), for x (B, N, d), in the type of x.
+
+    The function applies the attention to V = I.
+    """
     query, key, _ = attention.project(x)
     num_tokens = x.shape[-2]
     identity = torch.eye(num_tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], num_tokens, num_tokens)
@@ -130,7 +135,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     if is_eager(attn_mask) and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
         lower = torch.ones_like(attn_mask).tril()
         check_condition(
-            (attn_mask != lower).any() & (attn_mask == lower).any(),  # neither the triangle nor its complement
+            (attn_mask != lower).any() & (attn_mask == lower).any(),  # the mask is neither the triangle nor its complement
             "attn_mask is a triangle, which could be a causal mask, (N, N), or padding, (B, N): write attn_mask[None] or "
             "attn_mask[:, None, None]",
         )
@@ -138,7 +143,10 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Returns weight (3d, d) and bias of one linear layer that computes all three parts, or None if there is none."""
+    """Returns the weight (3d, d) and the bias of one linear layer that computes all three parts.
+
+    Returns None if one linear layer cannot compute them.
+    """
     if not all(map(_is_plain, parts)):
         return None
     weights = [part.weight for part in parts]
@@ -239,7 +247,10 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """Placeholder for weights: its `__torch_function__` keeps torch's encoder from its fast path, which is softmax only."""
+    """A placeholder for weights that keeps torch's encoder from its fast path, which computes only softmax attention.
+
+    The encoder does not take the fast path if a weight has a `__torch_function__`.
+    """
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -269,7 +280,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """
 
     in_proj_weight = in_proj_bias = _NoFastPath()
-    _qkv_same_embed_dim = True  # read by the encoder
+    _qkv_same_embed_dim = True  # torch's encoder reads this attribute
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, batch_first: bool = False, **options: Unpack[LayerOptions]
@@ -292,13 +303,14 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, in the shape of query, and the matrices exp(S), or None unless `need_weights`.
+        """Returns the output, in the shape of query, and the matrices exp(S), or None if `need_weights` is False.
 
         Args:
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).
             key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for other tokens.
             need_weights: return the matrices, (B, N, N), or (N, N) if query is (N, d).
-            attn_mask: a second mask of padding, (N, N) or (B·h, N, N) with equal rows, with the same values.
+            attn_mask: a second mask of padding, (N, N) or (B·h, N, N). Its rows must be equal. Its values have the same
+                meaning as in key_padding_mask.
             average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
             is_causal: must be False.
 
@@ -425,8 +437,8 @@ class Block(nn.Module):
         skip: add each sublayer's input to its output.
         norm: LayerNorm before each sublayer.
         norm_eps: ε of LayerNorm.
-        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021). It preserves the mean square if x and
-            f(x) have the same one. None: x + f(x).
+        shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021). The skip preserves the mean square if x
+            and f(x) have the same mean square. None: x + f(x).
 
     Raises:
         ValueError: the shortcut is not in [0, 1].
@@ -462,9 +474,10 @@ class Block(nn.Module):
         self.skip, self.shortcut = skip, shortcut
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *, attn_mask: Tensor | None = None) -> Tensor:
-        """Maps (B, N, d) or (N, d) to the same shape. `num_outputs` computes only the first tokens of the output.
+        """Maps (B, N, d) or (N, d) to the same shape.
 
         Args:
+            num_outputs: number of tokens of the output to compute, from the first token on. None: all.
             attn_mask: boolean, (B, N), False for padding: see `forward` of the attention.
         """
         masked = {} if attn_mask is None else {"attn_mask": attn_mask}

@@ -17,7 +17,8 @@ Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", 
 METHODS = get_args(Method)
 # default K: 6 is from Appendix D; 7 suffices for singular values from 10⁻³ to 1
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}
-EPSILON = 1e-7  # ε of Section 3; the paper gives no value. In float32, ‖M‖_F + ε = ‖M‖_F if ‖M‖_F > 2
+# ε of Section 3. The paper gives no value. In float32, ‖M‖_F + ε = ‖M‖_F if ‖M‖_F > 2
+EPSILON = 1e-7
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
@@ -33,11 +34,15 @@ ValueOutInit = Literal["orthogonal", "gaussian"]
 
 # The options
 
-MAX_SIZE = 2**14  # largest size; larger weights do not fit in memory
+MAX_SIZE = 2**14  # maximum of each size: larger weights do not fit in memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
-    """An option with bounds (`above`, `least`, `below`, `most`); `attention` lists the attentions that accept it."""
+    """Returns a field for an option.
+
+    Its facts are the bounds of a number, `above`, `least`, `below` and `most`, and `attention`, a tuple of the kinds of
+    attention that accept the option.
+    """
     return field(default=default, metadata=facts)
 
 
@@ -46,28 +51,30 @@ class Architecture:
     """Parts of a model and their initialisations. None means the default for the kind of attention."""
 
     attention: AttentionKind
-    """"orthogonal" (Eq. 5), "softmax", or of He et al. 2023 "signal_preserving" or "value_skipinit"."""
+    """"orthogonal" (Eq. 5), "softmax", or an attention of He et al. 2023, "signal_preserving" or "value_skipinit"."""
     skip: bool
     norm: bool
     mlp_init: MLPInit
-    """"suo" (Section 4.4); "xavier" (Appendix D); "shaped", SUO whose second layer restores the mean square that the
-    activation reduces; or "isometric", both layers from one frame: see `init_isometric_mlp_`."""
+    """"suo" (Section 4.4), "xavier" (Appendix D), "shaped" or "isometric". "shaped" is SUO with a factor on the second
+    layer, which restores the mean square that the activation reduces. "isometric" draws both layers from one frame: see
+    `init_isometric_mlp_`."""
     method: Method | None = _option(None, attention=("orthogonal",))
-    """This option and the next two are those of `orthogonal_attention`."""
+    """This option and the next two are arguments of `orthogonal_attention`."""
     num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
     epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
     alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
-    """α L, instead of `alpha`. Let ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), and draw W^O for all h heads together.
-    L such layers multiply gradients by up to exp(2 L √h ‖X‖₂² α/√d_v), which stays bounded if α falls as 1/L and the
-    activation preserves ‖X‖₂."""
+    """α L, which replaces `alpha`. Suppose that ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), and that W^O is drawn for
+    all h heads together. L such layers then multiply gradients by at most exp(2 L √h ‖X‖₂² α/√d_v). This factor stays
+    bounded if α falls as 1/L and the activation preserves ‖X‖₂."""
     kernel: KernelKind | None = _option(None, attention=("signal_preserving",))
-    """This option and the next four are those of `signal_preserving_attention`, which needs the first two."""
+    """This option and the next four are arguments of `signal_preserving_attention`, which needs `kernel` and
+    `kernel_last`."""
     kernel_last: float | None = _option(None, above=0, attention=("signal_preserving",))
     causal: bool | None = _option(None, attention=("signal_preserving",))
     cls_index: int | None = _option(None, least=0, attention=("signal_preserving",))
     repeated: float | None = _option(None, least=0, below=1, attention=("signal_preserving",))
     query_key_init: QueryKeyInit | None = _option(None, attention=("signal_preserving",))
-    """This option and the next are those of `init_signal_preserving_attention_`."""
+    """This option and the next are arguments of `init_signal_preserving_attention_`."""
     value_out_init: ValueOutInit | None = _option(None, attention=("signal_preserving",))
     attention_init: AttentionInit | None = _option(None, attention=("orthogonal", "softmax"))
     """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
@@ -81,12 +88,12 @@ class Architecture:
     normalise_tokens: bool = False
     """Divide each token by its root mean square before the first block."""
     normalised_skip: float | None = _option(None, above=0)
-    """L (1 − α²), less than L, for skips α x + √(1 − α²) f(x). None: x + f(x)."""
+    """L (1 − α²) of the skips α x + √(1 − α²) f(x), a number below L. None: the skips are x + f(x)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Initialisation:
-    """How the weights are initialised. Options for another architecture have no effect."""
+    """How the weights are initialised. An option that the architecture does not use has no effect."""
 
     alpha: float = 0.1
     """Initial α of orthogonal attention."""
@@ -95,7 +102,7 @@ class Initialisation:
     alpha_per_head: bool = True
     """Give every head of orthogonal attention its own α; False: one α for the layer."""
     xavier_fused_qkv: bool = False
-    """Draw query, key and value by Xavier as one matrix."""
+    """Draw the weights of query, key and value as one Xavier matrix."""
     suo_transposed: bool = False
     """Compute the factor of SUO as if weights were [in, out]: see `init_suo_mlp_`."""
     patch_embedding: LinearInit = "xavier"
@@ -160,7 +167,7 @@ class ModelConfig(Sizes, Initialisation, Architecture):
 
     @property
     def num_tokens(self) -> int:
-        """N: the number of patches, and 1 for [cls]."""
+        """N, the number of patches plus 1 for [cls]."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
     @property
@@ -209,7 +216,7 @@ def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any
 
 
 def is_finite(number: Any) -> bool:
-    """True if this real number fits in a float."""
+    """True if a real number is finite and fits in a float."""
     try:
         return math.isfinite(number)
     except OverflowError:  # a whole number can be too large
@@ -282,7 +289,7 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
 
 _OSA: ModelOptions = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT: ModelOptions = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
-# He et al. 2023 (H.1): tokens of mean square 1, an activation that preserves the mean square, orthogonal W^V and W^O
+# As in He et al. 2023 (H.1), tokens have the mean square 1, the MLPs preserve it, and W^V and W^O are orthogonal
 _SHAPED: ModelOptions = {
     "skip": False,
     "norm": False,
@@ -302,16 +309,17 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: osa_qr computed without a basis, and osa_qr with a gradient through QR
+    # These two models are not in the paper. The first computes osa_qr without a basis. The second differentiates through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
-    # The Cayley transform of S in place of its exponential
+    # This model replaces the exponential of S by the Cayley transform of S
     "osa_cayley": _OSA | {"method": "cayley"},
-    # For depth: OSA with the best α L of a grid (paper_outputs/studies/rates), and softmax in the same model
+    # These models are for large depths. osa_shaped has the best α L of a grid (paper_outputs/studies/rates). softmax_shaped
+    # is the same model with softmax attention, and softmax_shaped_norm also has LayerNorm
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # Attention of He et al. 2023
+    # These models have the attention of He et al. 2023. The last two have softmax attention and the skips of espa_skip
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,
@@ -321,7 +329,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of an MLP drawn from one frame, which 72 blocks of this width need
+# These models draw both layers of each MLP from one frame, which 72 blocks of this width need
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -329,12 +337,13 @@ MODELS |= {
     "uspa_iso": MODELS["uspa"] | _ISO,
     "vskipinit_iso": MODELS["vskipinit"] | _ISO,
 }
-# To separate attention from initialisation: softmax initialised by Section 4, and OSA initialised by Xavier
+# These models separate the effect of the attention from that of its initialisation. The first has softmax attention and
+# starts as in Section 4. The second has orthogonal attention and starts with Xavier weights
 MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# Initialisation of Ji et al. 2025, with their LayerNorm and without
+# These models start as in Ji et al. 2025. The first has their LayerNorm, the second has no LayerNorm
 _JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
@@ -346,7 +355,10 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Returns the most specific name in `MODELS` that fits a configuration of any sizes and initialisation, or None."""
+    """Returns the name in `MODELS` whose options the configuration has, or None if no name fits.
+
+    If several names fit, the function returns the one with the most options.
+    """
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)

@@ -1,4 +1,4 @@
-"""Saves and loads models as folders: `model.safetensors` holds the weights, `config.json` the options of the model.
+"""Saves and loads models as folders: `model.safetensors` holds the weights, `config.json` holds the options.
 
 The Hugging Face Hub uses the same files, and README.md as the model card.
 """
@@ -90,7 +90,8 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS_FILE).is_dir():
         raise ValueError(f"{folder} is no folder that a model can be written to: give another one")
     folder.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}  # no views
+    # safetensors writes no tensors that share memory, so these are copies
+    whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     save_file(whole, folder / WEIGHTS_FILE)
     config = {"model": model_name(model.config)} | dataclasses.asdict(model.config)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -154,9 +155,9 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
     """Loads a model that `save_pretrained` has saved: in evaluation mode, on the CPU, and in the type of its weights.
 
     Args:
-        path: the folder; or a file of weights for the model that `create_model(name)` builds.
-        name: a name in `MODELS`, required with a file of weights. The model of a folder must have this name, but may have
-            any sizes and initialisation.
+        path: the folder, or a file with weights of the model that `create_model(name)` builds.
+        name: a name in `MODELS`. A file of weights needs it. If a folder is loaded with a name, its model must have this
+            name, but may have any sizes and initialisation.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -243,7 +244,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
             model = build_vit(**options)
         for each in names:
             check_model(each)
-    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: JSON too deep, sizes too large
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError if JSON is too deep or sizes are too large
         raise ValueError(f"{path} is no configuration of a model: {error}") from None
     for each in names:
         for option, value in MODELS[each].items():

@@ -1,11 +1,15 @@
 """Orthogonal self-attention as the paper writes it: dense, in float64, and slow. Tests compare everything else with it.
 
-Read it next to the paper. Every function casts its tensors to float64, or to `dtype`, and builds the N×N matrices that the
-rest of the package avoids. It is differentiable, so that tests compare gradients too. It shares no code with the modules
-that it checks.
+Read this module next to the paper. Every function casts its tensors to float64, or to `dtype`, and builds the N×N matrices
+that the rest of the package avoids. The functions are differentiable, so that tests compare gradients too. This module
+shares no code with the modules that it checks.
 
-Symbols: N tokens, d the width of the model, d_v = d/h the width of a head; query and key are Q and K, (..., N, d_v);
-`scale` is α/√d_v, a float or a tensor that broadcasts against the batch dimensions, e.g. (h, 1, 1).
+    N           number of tokens
+    d           width of the model
+    h           number of heads
+    d_v         d/h, the width of a head
+    query, key  Q and K, (..., N, d_v)
+    scale       α/√d_v, a float or a tensor that broadcasts against the batch dimensions, e.g. (h, 1, 1)
 """
 
 import math
@@ -39,14 +43,14 @@ def cayley_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | T
 
 
 def qr_basis(m: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """B, (..., N, min(N, 2d_v)), of the reduced QR decomposition M = BR, M = [Q, K]: Section 3."""
+    """B, (..., N, min(N, 2d_v)), of the reduced QR decomposition M = B R for M = [Q, K]: Section 3."""
     return torch.linalg.qr(m.to(dtype)).Q
 
 
 def newton_schulz_basis(
     m: Tensor, *, num_iterations: int = 6, epsilon: float = 1e-7, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """B = M_K, (..., N, 2d_v), of the Newton–Schulz iteration, M = [Q, K]: Eq. 9 as written, on N×2d_v matrices.
+    """B = M_K, (..., N, 2d_v), of the Newton–Schulz iteration for M = [Q, K]: Eq. 9 as written, on N×2d_v matrices.
 
     M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k).
     With K = 6 (Appendix D) the small singular values of M remain below 1, and B is not orthonormal.
@@ -62,7 +66,8 @@ def newton_schulz_basis(
 def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Tensor) -> Tensor:
     """I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, (..., N, N): Eq. 6 and 7 (Theorem 2.1).
 
-    Equals exp(S) if the columns of B are orthonormal and span those of Q and K; otherwise Theorem 3.1 bounds the error.
+    The matrix is exp(S) if the columns of B are orthonormal, and their span contains the columns of Q and K. Otherwise
+    Theorem 3.1 bounds the error.
     """
     small = basis.mT @ skew(query, key, scale) @ basis  # (..., r, r)
     exp_minus_identity = _exponential(small) - torch.eye(small.shape[-1]).to(small)
@@ -88,8 +93,14 @@ def multi_head_orthogonal_attention(
 ) -> Tensor:
     """M-OSA(X) = Σᵢ Aᵢ(X) X Wᵢ^V Wᵢ^O, (..., N, d): Eq. 3 to 5, as a loop over the heads i.
 
-    x is (..., N, d). The weights of the heads are stacked: W^Q, W^K and W^V (h, d, d_v), W^O (h, d_v, d), α (h,). They
-    multiply from the right, as in the paper, so they are blocks of transposed `torch.nn.Linear.weight`.
+    The weights multiply from the right, as in the paper, so they are blocks of transposed `torch.nn.Linear.weight`.
+
+    Args:
+        x: X, (..., N, d).
+        query_weights, key_weights, value_weights: W^Q, W^K and W^V of all heads, (h, d, d_v).
+        out_weights: W^O of all heads, (h, d_v, d).
+        alphas: α of all heads, (h,).
+        attention: computes the attention of one head from query, key, value and scale.
     """
     x = x.double()
     heads = zip(query_weights, key_weights, value_weights, out_weights, alphas, strict=True)

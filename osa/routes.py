@@ -1,7 +1,7 @@
 """The methods of orthogonal attention in plain torch, on any device. `osa.functional` has the equations.
 
-In order: `plain_attention`; the paper's own formulas; routes that use a basis, Gram matrices or iterations; two autograd
-functions.
+The module has, in this order, `plain_attention`, the paper's own formulas, routes that use a basis, Gram matrices or
+iterations, and two autograd functions.
 """
 
 import math
@@ -39,17 +39,17 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL_NORM = 64.0  # largest ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
-# S itself is used up to this scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F); independent entries give about √(d/2)
+SMALL_NORM = 64.0  # maximum ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
+# Maximum scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used. Independent entries give about √(d/2)
 CANCELLATION = 16.0
-# limits of eps · scale · ‖M‖_F²: above the first, iterations continue in float64; above the second, no digit is correct
+# Two limits of eps · scale · ‖M‖_F². Above the first, iterations are in float64. Above the second, no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
 
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """Computes exp(S) V by a function of `_ROUTES`, (..., N, d_value).
+    """Computes exp(S) V, (..., N, d_value), by the function that `_ROUTES` has for the method.
 
     The function gets tensors of one type and batch: query and key (b, N, d), value (b, N, d_value) and scale (b, 1, 1).
     """
@@ -79,11 +79,12 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
 
 
-PhiTimes = Callable[[Tensor, Tensor], Tensor]  # f(Z) Y, where A = I + S f(S): f is φ₁, or (I − Z/2)⁻¹ for Cayley
+# Computes f(Z) Y, where f is the function with A = I + S f(S): φ₁(Z), or (I − Z/2)⁻¹ for the Cayley transform
+PhiTimes = Callable[[Tensor, Tensor], Tensor]
 
 
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    if query.shape[-2] <= 2 * query.shape[-1]:  # a basis would only rotate the tokens
+    if query.shape[-2] <= 2 * query.shape[-1]:  # N ≤ 2d: a basis would only rotate the tokens
         return value + _moved(function, _skew(query, scale * key), value)
     m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
@@ -92,7 +93,7 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V by Gram matrices of M, or of M T (see `balanced`), or by a basis if balancing does not suffice.
 
-    For N < 2d it uses S instead, which is smaller, unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, S is smaller than a Gram matrix. The function then uses S, unless Q Kᵀ and K Qᵀ nearly cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -126,9 +127,9 @@ def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -
 def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
     """Computes A V with M R⁻¹, whose columns are nearly orthonormal, in place of M. Returns NaN where precision is lost.
 
-    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹, for any invertible R: derivatives of every order may
-    treat R as a constant. With R from `gram_factor`, Z is nearly skew at any rank of M, and the error is at most about
-    eps · scale · ‖M‖_F². In ONNX, which has no Cholesky decomposition, R is I.
+    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹. This holds for every invertible R, so derivatives of
+    every order may treat R as a constant. With R from `gram_factor`, Z is nearly skew at any rank of M, and the error is at
+    most about eps · scale · ‖M‖_F². In ONNX, which has no Cholesky decomposition, R is I.
     """
     m = balanced(m)
     if goes_to_onnx():
@@ -143,12 +144,15 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """The type for traces, which hide the values: float64 on the CPU, at twice the time, and otherwise the type of M."""
+    """Returns the type for inputs that may lose precision, or whose values a trace hides.
+
+    It is float64 on the CPU, which takes twice the time, and otherwise the type of M.
+    """
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
 def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """Replaces x by NaN where digits are lost, and warns. Multiplies by NaN, so that the gradients are NaN too."""
+    """Replaces x by NaN where digits are lost, and warns. The code multiplies x by NaN, so that gradients are NaN too."""
     if not goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
@@ -192,7 +196,7 @@ _ROUTES: dict[str, Callable[..., Tensor]] = {
     "polar_express": partial(_iterated, polar_express_gram),
 }
 
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # computes T in A V = V + M T from MᵀM, MᵀV and scale
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # computes T of A V = V + M T, given MᵀM, MᵀV and scale
 
 
 @torch.no_grad()
@@ -201,7 +205,7 @@ def _gram(m: Tensor) -> Tensor:
 
 
 def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """Computes A V from M (b, N, 2d), V (b, N, d_value) and Gram matrices. `gram` is MᵀM, without gradient, if known."""
+    """Computes A V from M (b, N, 2d), V (b, N, d_value) and Gram matrices. `gram` is MᵀM without a gradient, if known."""
     if is_recorded(m, v, scale):
         return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
     return _by_differentiable_gram(m, v, scale, mixing, gram)
@@ -272,7 +276,7 @@ class _ByBasis(torch.autograd.Function):
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
     These gradients need neither the backward pass of QR nor R⁻¹, so they also hold for a rank-deficient M. With
-    create_graph=True they come from `_by_cholesky` in float64, which gives the same result and has higher derivatives.
+    create_graph=True, the gradients come from `_by_cholesky` in float64, which has the same result and higher derivatives.
     """
 
     @staticmethod

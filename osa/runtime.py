@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
-KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}  # name → [(test of arguments, kernel)]
+# For the name of each function, pairs of a test, which tells whether a kernel accepts given arguments, and the kernel
+KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 
 def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
@@ -43,7 +44,7 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorates a function: a trace takes its result as a constant.
+    """Decorates a function, so that a trace takes the result of the function as a constant.
 
     `torch.compiler.assume_constant_result` does the same, but takes seconds to import.
     """
@@ -116,7 +117,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager:
 
 
 def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorates a backward pass: it runs `without_autocast`, because its operators need operands of one type."""
+    """Decorates a backward pass, which then runs `without_autocast`, because its operators need operands of one type."""
 
     @wraps(backward)
     def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:
@@ -127,7 +128,7 @@ def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Returns a context manager that switches TF32 off on CUDA. With its 10 bits, A would be orthogonal to 10⁻³ only."""
+    """Returns a context manager that switches TF32 off on CUDA. With TF32's 10 bits, A would be orthogonal only to 10⁻³."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return _ieee_products()
@@ -138,7 +139,7 @@ def _ieee_products() -> Iterator[None]:
     """Switches TF32 off in both of torch's settings, the newer `fp32_precision` and the older `float32_matmul_precision`."""
     matmul = torch.backends.cuda.matmul
     before, legacy = matmul.fp32_precision, None
-    with suppress(RuntimeError):  # raised if only the newer setting was changed
+    with suppress(RuntimeError):  # torch raises this if only the newer setting was changed
         legacy = torch.get_float32_matmul_precision()
     if legacy is None:
         matmul.fp32_precision = "ieee"

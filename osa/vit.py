@@ -20,7 +20,8 @@ from osa.runtime import uncompiled
 if TYPE_CHECKING:
     from osa.options import ModelConfig
 
-Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]  # for each block its patches, or its patches and [cls]
+# One entry per block: its patches, or a pair of its patches and its [cls]
+Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]
 
 
 class VisionTransformer(nn.Module):
@@ -28,13 +29,13 @@ class VisionTransformer(nn.Module):
 
     Args:
         image_size: height and width of the image.
-        patch_size: p, a divisor of image_size; there are N = (image_size/p)² + 1 tokens.
+        patch_size: p, a divisor of image_size. There are N = (image_size/p)² + 1 tokens.
         num_classes: number of logits. If 0, the model has no head and returns the features of [cls].
         embed_dim: d.
         depth: number of blocks, at least 1.
         mlp_ratio: hidden width of the MLPs divided by d.
-        attention: returns the attention module of block i, 0 to depth − 1.
-        skip, norm, norm_eps, shortcut: see `Block`; `norm` also adds a final LayerNorm.
+        attention: a function that returns the attention module of a block, given the number of the block, 0 to depth − 1.
+        skip, norm, norm_eps, shortcut: see `Block`. `norm` also adds a final LayerNorm.
         activation: activation of the MLPs.
         normalise_tokens: divide each token by its root mean square before the first block, without parameters.
         in_channels: channels of the image.
@@ -146,7 +147,8 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: (B, C, H, W).
-            indices: numbers of blocks, negative ones counted from the end; or an int n for the last n blocks. None: all.
+            indices: numbers of blocks. A negative number counts from the end. An int n, instead of numbers, means the last n
+                blocks. None: all blocks.
             return_prefix_tokens: return a pair for each block, its patches and its [cls], (B, 1, d).
             norm: apply the final norm to each output.
             stop_early: stop after the last chosen block, and compute the features from its output.
@@ -155,7 +157,8 @@ class VisionTransformer(nn.Module):
             output_dict: return a dict with keys "image_features", "image_intermediates" and "image_intermediates_prefix".
 
         Returns:
-            The features (B, N, d), and a list of the outputs in the order of the blocks.
+            The features (B, N, d), and a list of the outputs in the order of the blocks. `intermediates_only` and
+            `output_dict` change this.
 
         Raises:
             ValueError: a chosen block does not exist, or the format is unknown.
@@ -196,12 +199,19 @@ class VisionTransformer(nn.Module):
         return {number % depth for number in numbers}
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits (B, num_classes) from [cls], the first token of x (B, N, d); with `pre_logits` the token itself, (B, d)."""
+        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d).
+
+        With `pre_logits`, returns [cls] itself, (B, d).
+        """
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a new one with Xavier weights, device and type unchanged. For 0 classes, removes the head."""
-        token = self.cls_token  # adapters replace layers, but not this parameter
+        """Replaces the head by a new one with Xavier weights, on the same device and of the same type.
+
+        With 0 classes, the model has no head.
+        """
+        # The device and the type come from [cls], because adapters may replace layers, but not this parameter.
+        token = self.cls_token
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)
@@ -214,7 +224,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
-        """Returns the first `num_outputs` tokens, or all, after the last block and the final norm, (B, num_outputs, d)."""
+        """Returns the first `num_outputs` tokens after the last block and the final norm, (B, num_outputs, d). None: all."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
             x = self._run_block(block, x, num_outputs if i == len(self.blocks) else None)

@@ -41,9 +41,9 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
 
-    Planes with the same i + j share no index, and planes that share an index are in the same order by i + j as by i and then
-    j. So 2n − 3 steps, each of up to n/2 simultaneous rotations, give the same product in 3n²(n − 1) operations. The
-    backward pass undoes the steps one by one, so that its memory is O(n²). Second derivatives raise an error.
+    Planes with the same i + j share no index. Planes that share an index have the same order by i + j as by i and then j.
+    So 2n − 3 steps, each of up to n/2 simultaneous rotations, give the same product in 3n²(n − 1) operations. The backward
+    pass undoes the steps one by one, so that its memory is O(n²). Second derivatives raise an error.
 
     A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) rotates vectors in the plane (i, j), so a layer of rotors
     is this map too.
@@ -78,7 +78,8 @@ class _Givens(torch.autograd.Function):
             exchanged = block.flip(1)
             block.mul_(cos[:, t, touched]).addcmul_(sin[:, t, touched], exchanged)
         ctx.save_for_backward(rows, cos, sin, i, j)
-        return rows.clone().mT  # a copy, not the buffer that the loop wrote to: see `_Householder`
+        # The output is a copy, because torch.compile loses the gradient of an output that was changed in place.
+        return rows.clone().mT
 
     @staticmethod
     @in_own_types
@@ -255,9 +256,9 @@ def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
 
 
 def gram_error(weight: Tensor) -> float:
-    """The largest ‖WᵀW − I‖_F in the batch, or ‖WWᵀ − I‖_F if W is wide, in float64.
+    """The maximum of ‖WᵀW − I‖_F over the batch, or of ‖WWᵀ − I‖_F if W is wide, in float64.
 
-    For one matrix it is the square root of `osa.constrained.penalties.gram_penalty`.
+    For a single matrix, the result is the square root of `osa.constrained.penalties.gram_penalty`.
 
     Example:
         >>> gram_error(torch.eye(16))
@@ -325,7 +326,10 @@ Views = tuple[Tensor, ...]  # parts of weights, (count, rows, d) each, whose row
 
 @dataclass(frozen=True)
 class Constraint:
-    """Groups of projections of an attention layer. A group's weights, stacked, are orthonormal per head or as a whole."""
+    """Groups of projections of an attention layer. The stacked weights of a group are orthonormal.
+
+    If `per_head`, they are orthonormal in each head. Otherwise, they are orthonormal as whole matrices.
+    """
 
     groups: tuple[tuple[str, ...], ...]
     per_head: bool = True
@@ -363,10 +367,12 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, to parametrise the weights by it; or "retraction", if `StiefelConstraint` is to wrap every step.
+        by: one of `MAPS`, which then parametrises the weights, or "retraction". With "retraction", wrap every step of the
+            optimiser in `StiefelConstraint.project_step`.
 
     Raises:
-        ValueError: the constraint is unknown, or applies to heads while `by` is a map, or a weight is not a parameter.
+        ValueError: the constraint is unknown, `by` is a map and the constraint applies to heads, or a weight is not a
+            parameter.
     """
     constraint = _constraint(name)
     if by != RETRACTION and constraint.per_head:
@@ -385,7 +391,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     """Returns the weights that a constraint names, of every block.
 
     Raises:
-        ValueError: the constraint is unknown, or a weight is computed, and not a parameter that can be written to.
+        ValueError: the constraint is unknown, or a weight is not a parameter, so that it cannot be written to.
     """
     attentions, weights = [block.attention for block in blocks_of(model)], []
     for part in _constraint(name).parts:

@@ -18,7 +18,7 @@ from osa.vit import blocks_of
 def gram_penalty(weight: Tensor) -> Tensor:
     """Σ (σᵢ² − 1)² over the singular values of W, summed over the batch.
 
-    It is the smaller of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F². The two differ by the constant |m − n|, so both have the gradient
+    It is the minimum of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F². The two differ by the constant |m − n|, so both have the gradient
     4 W (WᵀW − I). The penalty is 0 if the columns or the rows of W are orthonormal.
 
     Args:
@@ -39,9 +39,9 @@ def gram_penalty(weight: Tensor) -> Tensor:
 def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch.
 
-    An orthogonal A has the penalty 0. A row-stochastic A has 0 only if it is a permutation, and at most N(N − 1), which it
-    reaches if all rows are the same unit vector. Uniform attention has N − 1 and is a saddle point. The penalty costs N³
-    multiply–adds per head.
+    The penalty of an orthogonal A is 0. The penalty of a row-stochastic A is 0 only if A is a permutation. It is at most
+    N(N − 1), which it reaches if all rows of A are the same unit vector. Uniform attention is a saddle point with the
+    penalty N − 1. The penalty costs N³ multiply–adds per head.
 
     Args:
         a: (B, num_heads, N, N).
@@ -55,8 +55,8 @@ def attention_penalty(a: Tensor) -> Tensor:
 def projection_penalty(attention: Attention, *, separate: bool = False) -> Tensor:
     """L_LA = ‖PᵀP − I‖_F² with P = [W^Q; W^K; W^V; W^O], (4d, d), the concatenation of `nn.Linear.weight` (Section 2.1).
 
-    The penalty is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say along which dimension to concatenate them:
-    with the weights side by side, (d, 4d), the condition would be Σ WᵢWᵢᵀ = I.
+    The penalty is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say along which dimension the weights are
+    concatenated. With the weights side by side, (d, 4d), the condition would be Σ WᵢWᵢᵀ = I.
 
     Args:
         separate: return the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 if each weight is orthogonal.
@@ -103,7 +103,8 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Returns the output of the model, and a penalty summed over its blocks.
 
-    Penalties on attention matrices recompute them from the inputs of the attention layers, in N² memory for each head.
+    A penalty on attention matrices computes the matrices again from the inputs of the attention layers. This takes N²
+    memory per head.
 
     Args:
         model: a model with `blocks`, each with an `attention` and an `mlp`, or its wrapper, such as DistributedDataParallel.

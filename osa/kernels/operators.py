@@ -1,4 +1,4 @@
-"""Registers the kernels as operators, which autograd, torch.func and torch.compile call without a look inside.
+"""Registers the kernels as operators, which autograd, torch.func and torch.compile call as black boxes.
 
 `fits` and `fits_phi1` decide whether the kernels accept given tensors. Three backends launch the kernels: short/, hopper/
 and long/. `_find` chooses the backend of a call.
@@ -28,7 +28,7 @@ from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_ea
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # largest relative errors for `_agrees`
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
 HOPPER_TOLERANCE = 1e-2  # between the rounding error, 3e-3 to 6e-3, and the error of a missing product, 2e-2
 PHI1_TOLERANCE = 1e-5  # smaller, because inputs and output of φ₁ are float32
 
@@ -60,9 +60,9 @@ class Backend(Protocol):
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if `attend` accepts these CUDA tensors: a kernel has the method, and no forward-mode derivative is in progress.
 
-    The first call tests the kernel. If it does not compile, or its results differ from the plain route's, the test warns
-    once and all calls reject the kernel. No test runs while a CUDA graph is captured, so call once with the same shapes
-    before the capture, as torch requires of every call.
+    The first call tests the kernel. If the kernel does not compile, or its results differ from those of the plain route, the
+    test warns once, and all calls reject the kernel. No test runs while a CUDA graph is captured, so call once with the same
+    shapes before the capture, as torch requires of every call.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -122,8 +122,10 @@ class Operator:
 
     backend: Backend
     attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
-    gradients: Callable[..., tuple[Tensor, ...]]  # takes query, key, value, scale, `saved`, E, iterations and ε
-    compile_both: Callable[..., None]  # compiles both; takes the arguments of `attend`, on "meta"
+    # takes query, key, value, scale, the saved tensor, the gradient of the output, iterations and ε
+    gradients: Callable[..., tuple[Tensor, ...]]
+    # compiles the forward and the backward kernels; takes the arguments of `attend`, as tensors on "meta"
+    compile_both: Callable[..., None]
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
         """Calls osa::NAME: directly under torch.compile, otherwise through `_Attention`, which torch.func supports."""
@@ -206,7 +208,8 @@ def _register(name: str, backend: Backend) -> Operator:
 
     def empty_output(query, key, value, *others):
         batch, heads, tokens, width = value.shape
-        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)  # concatenating the heads copies nothing
+        # With the tokens before the heads in memory, the heads can be concatenated without a copy.
+        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)
         return output, query.new_empty(backend.saved_shape(query, value), dtype=torch.float32)
 
     def empty_grads(query, key, value, scale, *others):
@@ -217,7 +220,8 @@ def _register(name: str, backend: Backend) -> Operator:
         output, saved = empty_output(query, key, value, scale, *options)
         backend.forward((query, key, value, scale), output, saved, *options)
         valid = backend.scale_where_valid(query, value, saved)
-        if valid is not None and not runtime.is_captured(valid):  # a compiler would drop a warning outside of the operator
+        # The operator itself warns, because a compiler would drop a warning outside of the operator.
+        if valid is not None and not runtime.is_captured(valid):
             runtime.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
         return output, saved
 
@@ -288,7 +292,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """False if anything except torch.compile traces operations on x, or a transform that is not in `but` applies to them."""
+    """True unless a tracer other than torch.compile, or a transform that is not in `but`, applies to operations on x."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
@@ -360,7 +364,8 @@ def _agrees(
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            if form != "short":  # for ‖S‖₂ of about 0.5, 5 and, on Hopper, 50, which takes three products a term
+            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50. The last takes three products per term.
+            if form != "short":
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": EPSILON}

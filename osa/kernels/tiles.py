@@ -13,9 +13,9 @@ of entries in registers, i_ an index, and o_ an offset or an array of row or col
 import triton
 import triton.language as tl
 
-MAX_ROWS = tl.constexpr(32)  # rows of a tile, and most rows of a matrix that short/blocks.py holds in registers
+MAX_ROWS = tl.constexpr(32)  # number of rows of a tile, and maximum number of rows of a matrix in short/blocks.py
 BLOCK = tl.constexpr(16)
-LARGEST_NORM = tl.constexpr(16384.0)  # ‖S‖₂ above which exp(S) has no correct digit in float32
+LARGEST_NORM = tl.constexpr(16384.0)  # maximum ‖S‖₂: above it, exp(S) has no correct digit in float32
 NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which float32 gives no correct digit, as in osa/routes.py
 
 
@@ -96,7 +96,7 @@ def dot(b_a, b_b, b_sums):
 
 @triton.jit(noinline=True)
 def multiply(out, a, b, alpha, add, beta):
-    """out ← α A B + β C, or α A B if C is None. `out` may be C, or a B of at most MAX_ROWS rows."""
+    """out ← α A B + β C, or α A B if C is None. `out` may be C. It may also be B if B has at most MAX_ROWS rows."""
     for row in range(0, out[3], MAX_ROWS):
         o_rows = row + tl.arange(0, MAX_ROWS)
         for column in range(0, out[4], BLOCK):
@@ -109,14 +109,14 @@ def multiply(out, a, b, alpha, add, beta):
             b_sums = alpha * b_sums
             if add is not None:
                 b_sums += beta * load(add, o_rows, o_columns).to(tl.float32)
-            tl.debug_barrier()  # waits: other threads may still read the old entries of `out`
+            tl.debug_barrier()  # waits, because other threads may still read the old `out`
             store(out, o_rows, o_columns, b_sums)
     tl.debug_barrier()
 
 
 @triton.jit(noinline=True)
 def copy(out, a, alpha):
-    """out ← α A, of at most MAX_ROWS rows."""
+    """out ← α A, where A has at most MAX_ROWS rows."""
     for column in range(0, out[4], BLOCK):
         o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
         store(out, o_rows, o_columns, alpha * load(a, o_rows, o_columns))
@@ -125,7 +125,7 @@ def copy(out, a, alpha):
 
 @triton.jit(noinline=True)
 def add(out, a, alpha):
-    """out ← out + α A, of at most MAX_ROWS rows."""
+    """out ← out + α A, where A has at most MAX_ROWS rows."""
     for column in range(0, out[4], BLOCK):
         o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
         store(out, o_rows, o_columns, load(out, o_rows, o_columns) + alpha * load(a, o_rows, o_columns))
@@ -134,7 +134,7 @@ def add(out, a, alpha):
 
 @triton.jit(noinline=True)
 def set_identity(out):
-    """out ← I, of at most MAX_ROWS rows."""
+    """out ← I, where `out` has at most MAX_ROWS rows."""
     for column in range(0, out[4], BLOCK):
         o_rows, o_columns = tl.arange(0, MAX_ROWS), column + tl.arange(0, BLOCK)
         store(out, o_rows, o_columns, tl.where(o_rows[:, None] == o_columns[None, :], 1.0, 0.0))

@@ -68,7 +68,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1). Multiplying the weight after φ by it restores the mean square 1 (He et al. 2023, H.1).
+    """1/√E φ(z)² for z ~ N(0, 1). This factor on the weight after φ restores the mean square 1 (He et al. 2023, H.1).
 
     Example:
         >>> round(gain(gelu), 3)
@@ -87,7 +87,7 @@ def gelu_tanh(x: float) -> float:
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-# points z and weights of the trapezoidal rule on [−12, 12]: if a function is as smooth as a Gaussian, all bits are exact
+# Points z and weights of the trapezoidal rule on [−12, 12]. For functions as smooth as a Gaussian, all bits are exact
 QUADRATURE = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]
 
 

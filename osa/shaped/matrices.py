@@ -18,15 +18,15 @@ from osa.shaped.schedules import (
     uniform_schedule,
 )
 
-LEAST_ENTRY = 1e-15  # least entry of A: positive, but smaller than rounding errors of eigendecompositions
+LEAST_ENTRY = 1e-15  # minimum entry of A: positive, but smaller than rounding errors of eigendecompositions
 
 
 def attention_between(kernel: KernelKind, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
     """A = R(after) R(before)^{-1} with R Rᵀ = Σ, which maps a kernel to the next: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
     If causal, R is the Cholesky factor, and A is lower triangular with entries ≥ 0 (Theorems 1 and 2). Theorem 3 gives its
-    closed form for exponential kernels. Otherwise R is the symmetric square root (Appendix A). The entries of A are again
-    ≥ 0: for exponential kernels by numerical evidence, and for uniform kernels because
+    closed form for exponential kernels. If not causal, R is the symmetric square root (Appendix A). The entries of A are
+    again ≥ 0: for exponential kernels by numerical evidence, and for uniform kernels because
 
         A = s₂ I + (s₁ − s₂) 11ᵀ/N,        s₁² = (1 + (N − 1)ρ_l)/(1 + (N − 1)ρ_{l−1}),        s₂² = (1 − ρ_l)/(1 − ρ_{l−1}).
 
@@ -34,7 +34,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
         (N, N), float64.
 
     Raises:
-        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, which needs negative entries of A.
+        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, for which A needs negative entries.
     """
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
@@ -101,8 +101,8 @@ def signal_preserving_attention(
         causal: a token sees only itself and earlier tokens.
         repeated: r, the fraction of repeated tokens or the mean cosine between tokens.
         shortcut: α of a normalised skip around the attention; 0 for no skip. It must be 0 if r > 0.
-        cls_index: position of [cls], the model's first token, in the kernel's sequence. Default: if causal the last
-            position, where [cls] sees all tokens, and otherwise the middle.
+        cls_index: position of [cls], the model's first token, in the kernel's sequence. The default is the last position if
+            causal, where [cls] sees all tokens, and the middle if not.
 
     Returns:
         (L, N, N), float64. Rows and columns are in the model's order of tokens, with [cls] first.

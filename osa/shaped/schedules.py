@@ -13,7 +13,7 @@ from torch import Tensor
 from osa.options import KernelKind
 
 KERNEL_KINDS = get_args(KernelKind)
-MAX_GAMMA = 12.0  # largest γ: above it, 1 − e^{−2γ} is too near 1 for accurate roots in float64
+MAX_GAMMA = 12.0  # maximum γ: above 12, 1 − e^{−2γ} is too near 1 for accurate roots in float64
 
 
 def eye(num_tokens: int) -> Tensor:
@@ -65,9 +65,9 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float) -> list[float]:
     """Returns the schedule that attention f must follow so that the normalised skip α x + √(1 − α²) f(x) follows `schedule`.
 
-    For uniform kernels it is exactly (ρ_l − α² ρ_{l−1})/(1 − α²) (Section 3.4). For exponential kernels γ solves
-    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}), which neglects a term of Eq. 23
-    (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
+    For uniform kernels the result is exactly (ρ_l − α² ρ_{l−1})/(1 − α²) (Section 3.4). For exponential kernels γ solves
+    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}). This equation neglects a term of
+    Eq. 23 (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
 
     Args:
         kernel: one of `KERNEL_KINDS`.

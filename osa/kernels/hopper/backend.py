@@ -1,7 +1,7 @@
 """Launches the kernels of "exact" in bfloat16 on Hopper's tensor cores.
 
-The kernels of fused.py run first, with a program for each head. If heads are few, the kernels of parts.py run instead,
-with a program for each part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
+The kernels of fused.py run first, with one program per head. If there are few heads, the kernels of parts.py run instead,
+with one program per part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,20 @@ from osa.kernels.launch import Inputs, ratio_up
 
 METHODS = ("exact",)
 
-MAX_ENTRIES = 2**31  # most entries that a head may span, as offsets within a head have 32 bits
-MIN_ROWS, MIN_PARTS = 256, 4  # least rows of a part, and least parts of a head: fewer are not worth three extra launches
+MAX_ENTRIES = 2**31  # maximum number of entries that a head may span, because offsets within a head have 32 bits
+# Minimum number of rows of a part, and minimum number of parts of a head. Fewer are not worth three extra launches
+MIN_ROWS, MIN_PARTS = 256, 4
 WARPS = {"num_warps": 4, "maxnreg": 255}
-# two such programs fit on a multiprocessor: see the compiler's figures for sm_90 in paper_outputs/benchmarks/kernels.csv
+# Options of fused.py. Two programs with these options fit on a multiprocessor, by the compiler's figures for sm_90 in
+# paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
-# a part has a multiprocessor to itself: more loads are in flight, and the backward pass gets the registers of eight warps
+# Options of parts.py. Each part has a multiprocessor to itself, so more loads are in flight. `mix_kernel` and
+# `mix_backward_kernel` get the registers of eight warps
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# a program takes 110 kB of shared memory with one product a term and 156 kB with three, by the compiler's figures
+# Options of stepped.py. By the compiler's figures, a program takes 110 kB of shared memory with one product per term, and
+# 156 kB with three products per term
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
@@ -93,9 +97,9 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Each part gets its own multiprocessor. If heads keep more than a quarter of the multiprocessors busy, parts gain
-    little: half of an H100's multiprocessors read memory about as fast as all of them, and the sums of parts are written and
-    read again.
+    Each part gets its own multiprocessor. If heads keep more than a quarter of the multiprocessors busy, parts gain little.
+    Half of an H100's multiprocessors read memory about as fast as all of them, and parts must write their sums and read them
+    again.
 
     Returns:
         A dict with the numbers of "parts" of a head and "rows" of a part. It is empty if one program computes a whole head.
@@ -116,7 +120,7 @@ def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
-    """Launches a kernel twice: for the heads that need one product a term, then for the heads that need three."""
+    """Launches a kernel for the heads that need one product per term, and again for the heads that need three per term."""
     for options, share in ((ONE_PRODUCT, 2), (THREE_PRODUCTS, 1)):
         size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
@@ -128,13 +132,13 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """Returns the number of programs, `share` per multiprocessor but no more than heads, and their scratch memory."""
+    """Returns a number of programs, at most `share` per multiprocessor and one per head, and their scratch memory."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 
 
 def _with_equal_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors, as copies unless all have the same strides, adjacent columns and rows aligned to 16 bytes."""
+    """Returns the tensors with equal strides, adjacent columns, and rows aligned to 16 bytes, copied only if necessary."""
 
     def is_aligned(x: Tensor) -> bool:
         is_near = x.shape[-2] * x.stride(-2) < MAX_ENTRIES

@@ -5,10 +5,10 @@ tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers t
 next term, so that no product waits for memory. The sum ends with the first term too small to change the output, so the
 degree varies between heads. A second loop reads the tokens again and writes the output.
 
-One bfloat16 product a term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM. One product also
-suffices if no row of |Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. Such a head
-has the state FUSED. Any other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to
-D in registers.
+One bfloat16 product per term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM. One product per term also
+suffices if no row of |Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. In both cases
+the head has the state FUSED. Any other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are
+padded to D columns in registers.
 """
 
 import triton
@@ -16,16 +16,22 @@ import triton.language as tl
 
 from osa.kernels.tiles import high_low
 
-D = tl.constexpr(64)  # columns of query, key and value in registers
-COLUMNS = tl.constexpr(128)  # columns of M
-ENTRIES = tl.constexpr(8192)  # entries of a term, (D, COLUMNS)
-MAX_TERMS = tl.constexpr(11)  # most terms: enough if ‖Z‖₂ is about the norm of a step in stepped.py or less
-MAX_NORM = tl.constexpr(16.0)  # bound of ‖Z‖_F, or of twice the largest row sum of |Z|, for one product a term
-SCRATCH = tl.constexpr(23 * 8192)  # entries of a backward program's scratch: MAX_TERMS each of s_k and t_k, and Y
-# `sum_terms` ends the sum once its bound on the relative change of the output is below this
+D = tl.constexpr(64)  # number of columns of query, key and value in registers
+COLUMNS = tl.constexpr(128)  # number of columns of M
+ENTRIES = tl.constexpr(8192)  # number of entries of a term, (D, COLUMNS)
+# Maximum number of terms. It suffices if ‖Z‖₂ is at most about the norm of a step in stepped.py
+MAX_TERMS = tl.constexpr(11)
+# One product per term suffices if this number bounds ‖Z‖_F, or twice the maximum row sum of |Z|
+MAX_NORM = tl.constexpr(16.0)
+# Number of entries of a backward program's scratch: MAX_TERMS matrices s_k, MAX_TERMS matrices t_k, and Y
+SCRATCH = tl.constexpr(23 * 8192)
+# `sum_terms` ends the sum when its bound on the relative change of the output by a term is below this number
 TERM_TOLERANCE = tl.constexpr(2.0**-6)
-# the `state` of a head names the kernel that computes it: FUSED for this file's, STEPS for stepped.py's with one product a
-# term, and SPLIT_STEPS for stepped.py's with three. NaN means that no digit of the output is correct
+# The `state` of a head names the kernel that computes it:
+#   FUSED        a kernel of this file, or of parts.py
+#   STEPS        a kernel of stepped.py with one product per term
+#   SPLIT_STEPS  a kernel of stepped.py with three products per term
+#   NaN          the same as SPLIT_STEPS, but no digit of the output is correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
 
@@ -51,7 +57,7 @@ def times_jt(b_x):
 def load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
     """Loads rows of M = [Q, K] in copies of 16 bytes. Q and K are addressed as one matrix with a gap between them."""
     o_columns = tl.arange(0, COLUMNS)
-    o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # entries
+    o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # in entries of two bytes
     p_m = p_q + tl.where(o_columns < D, o_columns, o_columns + o_gap)[None, :] + o_rows[:, None] * row_stride
     p_m = tl.max_contiguous(tl.multiple_of(p_m, (1, 16)), (1, 8))
     mask = (o_rows < tokens)[:, None]
@@ -125,7 +131,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     """Returns Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
 
     A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code takes
-    ‖G‖_F for ‖M‖₂². STORE, for heads with the state FUSED, stores Y and all terms except the last.
+    ‖G‖_F for ‖M‖₂². STORE is for heads with the state FUSED. With it, the function stores Y and all terms except the last.
     """
     b_gram *= c
     b_total = c * times_jt(b_vm)
@@ -140,7 +146,9 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     if STORE:
         tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
     for i_term in range(MAX_TERMS):
-        if size > least:  # not `while`, which Triton 3.6 does not compile; a second copy of the norm would spill registers
+        # `for` and `if` replace `while`, which Triton 3.6 does not compile. The code computes the norm in one place, because
+        # a second copy would spill registers.
+        if size > least:
             size = tl.sum(b_term * b_term)
             least = tl.where(i_term == 0, factor * size, least)
             if size > least:
@@ -265,4 +273,4 @@ def backward_kernel(
             apply_backward(
                 p_q, p_k, p_v, p_e, p_grad_q, p_grad_k, p_grad_v, *row_strides, tokens, b_t, b_a2, b_a3, WIDTH, ROWS, STAGES
             )
-            tl.debug_barrier()  # all threads have read this head's terms before the next head's terms overwrite them
+            tl.debug_barrier()  # waits until all threads have read this head's terms, which the next head overwrites

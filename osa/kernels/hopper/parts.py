@@ -1,4 +1,4 @@
-"""Kernels for few heads of long sequences. A program computes a part of a head's tokens; in fused.py, it computes a head.
+"""Kernels for few heads of long sequences. Here a program computes a part of a head. In fused.py, it computes a whole head.
 
     gram_kernel            G and (MᵀV)ᵀ of each part, in the forward and the backward pass
     mix_kernel             Tᵀ of each head, given the sums over its parts
@@ -7,8 +7,8 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-The kernels call the functions of fused.py. torch adds up the sums of the parts, always in the same order. A single program
-would read the sums too slowly.
+The kernels call the functions of fused.py. torch adds up the sums of the parts, always in the same order. A program of
+`mix_kernel` would read these sums too slowly.
 """
 
 import triton
@@ -19,8 +19,8 @@ from osa.kernels.hopper.fused import COLUMNS, ENTRIES, FUSED, SCRATCH, STEPS, lo
 from osa.kernels.tiles import high_low
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
-PART_SUMS = tl.constexpr(3 * 8192)  # entries of G and (MᵀV)ᵀ
-HEAD_SCRATCH = tl.constexpr(27 * 8192)  # entries of a head's scratch: SCRATCH, then Tᵀ, A₂ᵀ and A₃
+PART_SUMS = tl.constexpr(3 * 8192)  # number of entries of G and (MᵀV)ᵀ
+HEAD_SCRATCH = tl.constexpr(27 * 8192)  # number of entries of a head's scratch: SCRATCH, then Tᵀ, A₂ᵀ and A₃
 
 
 @triton.jit

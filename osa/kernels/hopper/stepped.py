@@ -10,8 +10,9 @@ steps in reverse.
 
 A first launch computes each term by one bfloat16 product. The error grows with ‖S‖₂, as does the error of rounding query and
 key to bfloat16. A head gets the state SPLIT_STEPS if it needs more than MAX_STEPS steps, if its Z is far from normal, or if
-its query and key nearly cancel. A second launch computes these heads. With SPLIT, it splits operands into a high and a low
-part in bfloat16, so that a term takes three products and keeps 16 bits. It sets the state to NaN if no digit is correct.
+its query and key nearly cancel. A second launch, with SPLIT, computes the heads with this state. It splits operands into a
+high and a low part in bfloat16. A term then takes three products and keeps 16 bits. If no digit is correct, the second
+launch sets the state to NaN.
 
 To permute the columns of a matrix, a program stores it in scratch memory and loads it again. In names, `shear` and `sigma`
 are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to Q, K and V. Functions named
@@ -36,20 +37,30 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # largest norm of a step: its terms stay near 1
-MAX_STEPS = tl.constexpr(8)  # most steps with one product a term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # most steps with split operands: beyond ‖Z‖₂ = 2¹⁴ no digit is correct
-MAX_TERMS = tl.constexpr(18)  # most terms of a step
-# largest ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ for one product a term: it is 8 to 11 for independent tokens, more if Z is far from normal
+RADIUS = tl.constexpr(2.5)  # maximum norm of a step. The terms of a step then stay near 1
+MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
+# Maximum number of steps with split operands. If ‖Z‖₂ exceeds 2¹⁴, no digit is correct
+MAX_STEPS_SPLIT = tl.constexpr(8192)
+MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
+# Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens. It is larger if Z
+# is far from normal
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# largest ‖G‖_F before balancing / ‖G‖_F after it for one product a term. Above it, columns cancel in the gradients
+# Maximum of ‖G‖_F before balancing / ‖G‖_F after balancing, with one product per term. If the ratio is larger, columns
+# cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as in fused.py
-MAX_IMBALANCE = tl.constexpr(2.0**10)  # `osa.linalg.imbalance` above which no digit is correct with split operands
+# Maximum `osa.linalg.imbalance`. Above it, no digit is correct even with split operands
+MAX_IMBALANCE = tl.constexpr(2.0**10)
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# Offsets in a program's scratch, in float32 entries. It holds Y, F, A₂, grad G, (σ, γ), and Zᵀ as two bfloat16 parts; then
-# a step's terms t_k and s_k in bfloat16. With SPLIT, each term has two parts. Without it, the Y_j of all steps come last
+# Offsets in a program's scratch, in float32 entries. The scratch begins with Y
+#   O_F          F
+#   O_A          A₂
+#   O_GRAD_GRAM  grad G
+#   O_BALANCE    σ and γ
+#   O_Z          Zᵀ, in two bfloat16 parts
+#   O_TERMS      the terms t_k and then the factors s_k of a step, in bfloat16. With SPLIT, the low parts of both follow.
+#                Without SPLIT, the Y_j of all steps follow
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 
@@ -74,7 +85,7 @@ def o_swapped():
 
 @triton.jit
 def o_left():
-    """Offsets of the left half of a matrix of D rows and COLUMNS columns; the right half begins D entries later."""
+    """Offsets of the left half of a matrix of D rows and COLUMNS columns. The right half begins D entries later."""
     return tl.arange(0, D)[:, None] * COLUMNS + tl.arange(0, D)[None, :]
 
 
@@ -102,7 +113,7 @@ def load_z(p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
-    """X Zᵀ by one bfloat16 product. SPLIT takes three products, and omits the low part times the low part."""
+    """X Zᵀ by one bfloat16 product, or by three if SPLIT. SPLIT omits the product of the two low parts."""
     if SPLIT:
         b_high, b_low = high_low(b_x)
         b_product = tl.dot(b_high, b_z, tl.dot(b_high, b_z_low, tl.dot(b_low, b_z)))
@@ -166,7 +177,7 @@ def load_balance(p_scratch):
 
 @triton.jit
 def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
-    """Stores X in bfloat16, and if SPLIT its low part too, `gap` entries later."""
+    """Stores X in bfloat16. If SPLIT, it also stores the low part of X, `gap` entries later."""
     b_high, b_low = high_low(b_x)
     tl.store(p_x, b_high)
     if SPLIT:
@@ -263,12 +274,15 @@ def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
 def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.constexpr, SPLIT: tl.constexpr):
     """Adds the terms t_k = (Z/n)ᵏ t_0 / (k + 1)! to `b_total`, given t_0, until a term is too small to change the output.
 
-    STORE stores all terms except the last. Returns the total, the number of terms after t_0, and whether they suffice.
+    Returns the total, the number of terms after t_0, and whether these terms suffice. If STORE, the function stores all
+    terms except the last.
     """
     b_total += b_term
     size, degree = tl.full([], 1.0, tl.float32), 0
     for i_term in range(MAX_TERMS):
-        if size > least:  # not `while`, which Triton 3.6 does not compile; a second copy of the norm would spill registers
+        # `for` and `if` replace `while`, which Triton 3.6 does not compile. The code computes the norm in one place, because
+        # a second copy would spill registers.
+        if size > least:
             size = tl.sum(b_term * b_term)
             if size > least:
                 degree += 1
@@ -336,7 +350,7 @@ def stepped_forward_kernel(
                     tl.store(
                         p_rows(p_out, out_strides[2], o_rows), b_out.to(tl.bfloat16), mask=row_mask(o_rows, tokens, WIDTH)
                     )
-            tl.debug_barrier()  # waits before the next head's matrices overwrite these
+            tl.debug_barrier()  # waits, because the next head overwrites these matrices
 
 
 @triton.jit
@@ -352,13 +366,15 @@ def stepped_backward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAM_ROWS: tl.constexpr, STAGES: tl.constexpr, SCRATCH: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the gradients of heads with state STEPS, or with SPLIT_STEPS or NaN if SPLIT.
+    """Computes the gradients of heads with state STEPS or, if SPLIT, of heads with state SPLIT_STEPS or NaN.
 
-    Differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and let a
-    (`b_later`) be the gradient with respect to Y_{j+1}, times J. For the last step a is zero. The terms t_k of a step have
-    the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the gradient
-    a + u_0. The last a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
-    SPLIT stores no Y_j. It computes Y_j = e^{−Z/n} Y_{j+1}, because e^{Z/n} preserves norms if M is balanced.
+    The kernel differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and
+    let a (`b_later`) be the gradient with respect to Y_{j+1}, times J. For the last step a is zero. The terms t_k of a step
+    have the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the
+    gradient a + u_0. The last a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
+
+    With SPLIT, the kernel stores no Y_j. It computes Y_j = e^{−Z/n} Y_{j+1} again. Errors do not grow, because e^{Z/n}
+    preserves norms if M is balanced.
     """
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     p_terms = as_bfloat16(p_scratch + O_TERMS)
@@ -404,7 +420,7 @@ def stepped_backward_kernel(
                 b_start = fraction * tl.load(p_scratch + o_panel())
                 if i_step > 0:
                     b_start += fraction * times_zt(b_total, b_z, b_z_low, SPLIT)
-                    tl.debug_barrier()  # waits before this step's terms overwrite the last step's
+                    tl.debug_barrier()  # waits until all threads have read the previous terms
                     if not SPLIT:
                         tl.store(p_starts + i_step * ENTRIES + o_panel(), b_start.to(tl.bfloat16))
                 b_total, degree, _ = taylor(b_total, b_start, b_z, b_z_low, fraction, least, p_terms, True, SPLIT)
@@ -469,7 +485,8 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                if i_turn > 0:  # after the loop, whose products would not overlap if its sums began with these
+                # The code adds the stored sums after the loop. If the loop began with them, its products would not overlap.
+                if i_turn > 0:
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)
                     b_kk = b_kk + tl.load(p_blocks + 2 * D * D)
@@ -515,4 +532,4 @@ def stepped_backward_kernel(
                 if SPLIT:
                     b_x = tl.dot(b_k, tl.trans(b_ak_low), tl.dot(b_q, tl.trans(b_aq_low), b_x))
                 tl.store(p_grad_v + o_rows_grad, (b_x + b_e.to(tl.float32)).to(tl.bfloat16), mask=mask)
-            tl.debug_barrier()  # waits before the next head's matrices overwrite these
+            tl.debug_barrier()  # waits, because the next head overwrites these matrices

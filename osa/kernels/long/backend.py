@@ -1,7 +1,8 @@
 """Launches the kernels for long sequences and wide heads. Forward and backward each pass twice over the tokens.
 
-A pass is a kernel of passes.py, with many programs for each matrix. Between two passes, torch computes T of V + M T, or its
-gradient, from Gram matrices, for all matrices at once, by the formulas of osa/routes.py.
+A pass is a kernel of passes.py, with many programs per matrix. Between the two forward passes, torch computes T of V + M T
+from Gram matrices. Between the two backward passes, torch computes the gradients of the Gram matrices. It does so for all
+matrices at once, by the formulas of osa/routes.py.
 """
 
 import math
@@ -18,13 +19,15 @@ from osa.kernels.long import passes
 from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 
 METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrices alone
-MAX_WIDTH = 128  # most columns of query, key and value
-MIN_ROWS = 256  # fewest rows of a part
+MAX_WIDTH = 128  # maximum number of columns of query, key and value
+MIN_ROWS = 256  # minimum number of rows of a part
 MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the square norm of a pair
 MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less than this share of a column's square norm
-# largest error of R Z R⁻¹ in units of eps (Σ|λ|²)^½: output errors then stay below 100 eps ‖S‖₂; at 16 they grow with ‖S‖₂²
+# Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½. With 8, errors of the output stay below 100 eps ‖S‖₂. With 16, they
+# would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
-MATRICES = 128  # matrices that the backward pass takes at a time; autograd stores 2 MB for each at a width of 64
+# Number of matrices that the backward pass takes at a time. At a width of 64, autograd stores 2 MB per matrix
+MATRICES = 128
 Mixing = Callable[..., Tensor]  # computes T from G, X, c and, for "exact", R and R⁻¹
 
 
@@ -139,7 +142,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
-@torch.inference_mode(False)  # with enable_grad, turns on autograd, which is off inside an operator
+@torch.inference_mode(False)  # this and enable_grad turn on autograd, which is off inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
     mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
@@ -154,14 +157,15 @@ def _mixing_gradients(
 def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
     """Π = G_K of G / (‖M‖_F + ε)²."""
     square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()  # clamped: at M = 0 the root's derivative is infinite
+    # The clamp makes the derivative of the root finite at M = 0.
+    norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
     return linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
 
 
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns G = MᵀM and X = MᵀV. If γ is given, computes them again from sheared columns, but only where `is_lost`."""
+    """Returns G = MᵀM and X = MᵀV. If γ is given, M has sheared columns, and only matrices with `is_lost` are computed."""
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
@@ -195,7 +199,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """Returns σ, (matrices, 2d, 1): for each pair of columns, powers of two s and 1/s that make them about equally long."""
+    """Returns σ, (matrices, 2d, 1): powers of two s and 1/s for each pair, which make its columns about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
     least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio if the columns are parallel
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
@@ -219,7 +223,7 @@ def _launch(
     blocks: int = 1,
     **constants,
 ) -> None:
-    """Launches programs for each head: one per tile of rows, or if `parts` is given, one per part and block of columns.
+    """Launches programs for each head: one per tile of rows or, if `parts` is given, one per part and block of columns.
 
     The first three of `tensors` are query, key, and a tensor as wide as value.
     """
@@ -232,7 +236,7 @@ def _launch(
 
 
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Returns the number of parts of a sequence, and of rows of a part.
+    """Returns the number of parts of a sequence, and the number of rows of a part.
 
     In all, there are about half as many parts as multiprocessors.
     """

@@ -29,7 +29,8 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    SHEARED shears the columns by γ first, and skips a matrix if its G from the first launch is accurate.
+    If SHEARED, the kernel shears the columns by γ before it multiplies them, and skips each matrix whose G from the first
+    launch is accurate.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]
@@ -103,7 +104,7 @@ def products_kernel(
     query, key, grad, sums, saved, q_strides, k_strides, e_strides, heads, tokens, parts, rows_of_part,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stores each part's summand of F = MᵀE, (matrices, parts, 2d, d_value)."""
+    """Stores F = MᵀE of each part of each matrix, (matrices, parts, 2d, d_value)."""
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]
     COLUMNS: tl.constexpr = TILE[2]

@@ -12,7 +12,7 @@ from osa.kernels.tiles import dot, high_low, load, matrix, slice_of, transpose
 
 @triton.jit
 def product(b_sums, b_left, b_right, TENSOR_CORES: tl.constexpr):
-    """sums + left · right. TENSOR_CORES multiplies in bfloat16, and splits float32 operands into two parts."""
+    """sums + left · right. With TENSOR_CORES, the product is in bfloat16, and float32 operands are split into two parts."""
     if TENSOR_CORES:
         b_high, b_right_high = b_left.to(tl.bfloat16), b_right.to(tl.bfloat16)
         if b_left.dtype == tl.float32:

@@ -1,4 +1,4 @@
-"""Kernels for short sequences on CUDA: one computes orthogonal attention, another its gradients.
+"""Two kernels for short sequences on CUDA. One computes orthogonal attention, the other its gradients.
 
 The plain route of osa/routes.py launches hundreds of small products. Here a program takes one head after another. It
 computes all products of a head, and sums as many terms of φ₁ as the norm of Z requires. All methods have the form
@@ -94,7 +94,7 @@ def _scatter(grad_q, grad_k, grad_m, balance):
         b_k = load(columns_of(grad_m, width, width), o_rows, o_columns) / tl.where(o_columns < width, b_sigma, 1.0)
         store(grad_q, o_rows, o_columns, b_q - b_shear_k * b_k)
         store(grad_k, o_rows, o_columns, b_k - b_shear_q * b_q)
-    tl.debug_barrier()  # waits before the next matrix overwrites this one
+    tl.debug_barrier()  # waits until all threads have read this matrix, which the next one overwrites
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
     2005). A column whose remainder is as small as its rounding counts as dependent.
     """
     o_rows, o_columns = tl.arange(0, ALL_ROWS), tl.arange(0, MAX_ROWS)
-    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d); the first i columns are B's
+    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d); at step i, its first i columns are columns of B
     for i_column in range(m[4]):
         b_column = tl.sum(tl.where(o_columns[None, :] == i_column, b_basis, 0.0), axis=1)  # (ALL_ROWS,)
         largest = tl.max(tl.abs(b_column), axis=0)
@@ -129,7 +129,7 @@ def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
 
 @triton.jit
 def _either(a, b, is_first):
-    """Selects a or b; both lie in the same scratch memory."""
+    """Selects one of two matrices, which lie in the same scratch memory."""
     return (a[0], a[1], a[2], a[3], a[4], tl.where(is_first, a[5], b[5]))
 
 
@@ -147,7 +147,11 @@ def forward_kernel(
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Stores exp(S) V of `count` matrices, and in `basis` the bases of "qr", or c for "exact" without a basis."""
+    """Stores exp(S) V of `count` matrices.
+
+    For "qr", the kernel stores the bases in `basis`. For "exact" with ALL_ROWS = 0, it stores c in `basis`, or NaN if the
+    output is NaN.
+    """
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)
     own_basis, free = matrix(free, tokens, 2 * WIDTH)

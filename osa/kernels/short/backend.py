@@ -13,7 +13,8 @@ from osa.kernels.short import attention, phi1
 from osa.kernels.tiles import BLOCK, MAX_ROWS
 
 METHODS = ("exact", "newton_schulz", "qr")
-MAX_TOKENS, MAX_WIDTH = 256, 16  # one program's registers hold the Gram matrices of such a query and key
+# The registers of a program hold the Gram matrices of a query and a key of this size
+MAX_TOKENS, MAX_WIDTH = 256, 16
 MAX_PHI1_ROWS = MAX_ROWS.value
 ENTRIES_PER_THREAD = 64  # entries of a basis that Gram–Schmidt holds in a thread's registers
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp per matrix takes half the time of four on an H100
@@ -29,7 +30,7 @@ class Short:
         return ("short",) if query.shape[-2] <= MAX_TOKENS and query.shape[-1] <= MAX_WIDTH else ()
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
-        """Returns (batch, heads, N, 2d) for "qr", which saves bases. Other methods save one number for each matrix."""
+        """Returns (batch, heads, N, 2d) for "qr", which saves bases. Other methods save one number per matrix."""
         return (*query.shape[:-1], 2 * query.shape[-1]) if self.method == "qr" else (*query.shape[:2], 1, 1)
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
@@ -45,7 +46,7 @@ class Short:
         query, _, value, _ = inputs
         size, block = _sizes(query, value)
         constants = self.constants("backward", query, value, num_iterations)
-        squares = 11 + num_iterations  # number of matrices (2d, 2d); each iteration stores one
+        squares = 11 + num_iterations  # number of matrices (2d, 2d): each iteration stores one
         scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + _terms_size(size)
         tensors, with_strides = (*inputs, saved, grad, *grads), (*inputs, grad, grads[0], grads[2])
         _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
@@ -98,5 +99,5 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def _terms_size(size: int) -> int:
-    """Number of scratch entries in which `phi1.phi1_gradients` stores the terms of a block of columns."""
+    """Number of scratch entries that `phi1.phi1_gradients` needs for the terms of a block of columns."""
     return phi1.MAX_TERMS.value * BLOCK.value * size

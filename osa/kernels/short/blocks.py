@@ -1,8 +1,10 @@
 """Products of matrices of at most 32 rows that stay in registers, as blocks of 16 × 16.
 
 A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. Each term of a series,
-and each iteration, needs the result before it, so waiting would take most of the time. 16 × 16 is the smallest block that
-`tl.dot` accepts, and one warp's registers hold the matrices of every method.
+and each iteration, needs the previous result, so waiting would take most of the time. 16 × 16 is the smallest block that
+`tl.dot` accepts. The registers of one warp hold the matrices of every method.
+
+A square matrix has four blocks, a symmetric matrix three, and a panel, which is a matrix of 16 columns, has two.
 """
 
 import triton
@@ -46,7 +48,7 @@ def store_symmetric(out, a):
 
 @triton.jit
 def load_panel(a, o_columns):
-    """The upper and the lower block of some columns."""
+    """The upper and the lower block of a panel, given its column numbers."""
     return load(a, tl.arange(0, BLOCK), o_columns), load(a, BLOCK + tl.arange(0, BLOCK), o_columns)
 
 
@@ -58,19 +60,19 @@ def store_panel(out, o_columns, a):
 
 @triton.jit
 def combine(alpha, a, beta, b):
-    """α A + β B of symmetric squares."""
+    """The sum α A + β B of two symmetric matrices."""
     return alpha * a[0] + beta * b[0], alpha * a[1] + beta * b[1], alpha * a[2] + beta * b[2]
 
 
 @triton.jit
 def as_square(a):
-    """All four blocks of a symmetric square."""
+    """All four blocks of a symmetric matrix."""
     return a[0], a[1], tl.trans(a[1]), a[2]
 
 
 @triton.jit
 def times_commuting(a, b):
-    """A B of commuting symmetric squares, which is symmetric too."""
+    """The product A B of two commuting symmetric matrices. It is symmetric."""
     zero = tl.zeros((BLOCK, BLOCK), tl.float32)
     return (
         dot(a[1], tl.trans(b[1]), dot(a[0], b[0], zero)),
@@ -86,20 +88,20 @@ def square_transpose(a):
 
 @triton.jit
 def times_panel(a, b):
-    """A B of a square and a panel."""
+    """The product A B of a square matrix and a panel."""
     zero = tl.zeros((BLOCK, BLOCK), tl.float32)
     return dot(a[1], b[1], dot(a[0], b[0], zero)), dot(a[3], b[1], dot(a[2], b[0], zero))
 
 
 @triton.jit
 def times_square(a, b):
-    """A B of squares."""
+    """The product A B of two square matrices."""
     left, right = times_panel(a, (b[0], b[2])), times_panel(a, (b[1], b[3]))
     return left[0], right[0], left[1], right[1]
 
 
 @triton.jit
 def add_outer(sums, a, b):
-    """Σ + A Bᵀ of a square and two panels."""
+    """The sum Σ + A Bᵀ, where Σ is a square matrix, and A and B are panels."""
     upper, lower = tl.trans(b[0]), tl.trans(b[1])
     return dot(a[0], upper, sums[0]), dot(a[0], lower, sums[1]), dot(a[1], upper, sums[2]), dot(a[1], lower, sums[3])

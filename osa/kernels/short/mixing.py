@@ -34,12 +34,12 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-IMBALANCE = tl.constexpr(128.0)  # largest imbalance for which "exact" is accurate, as in osa/linalg.py
+IMBALANCE = tl.constexpr(128.0)  # maximum imbalance for which "exact" is accurate, as in osa/linalg.py
 
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE, so that φ₁ is accurate. Also True if it is NaN."""
+    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE, so that φ₁ is accurate. Also True for NaN."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²
@@ -104,9 +104,10 @@ def _normaliser(gram, epsilon):
 
 @triton.jit
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
-    """Stores Z = c Π J G and Y = Π J Π X, and for the gradients J Π X, Π and, in `grams`, the iterates of Π.
+    """Stores Z = c Π J G and Y = Π J Π X, and returns ‖M‖_F and 1 / (‖M‖_F + ε).
 
-    Z is NaN if no digit is correct. Returns ‖M‖_F and 1 / (‖M‖_F + ε).
+    Z is NaN if no digit is correct. The function also stores J Π X, Π and, if `grams` is given, the iterates of Π, which the
+    gradients need.
     """
     norm, inverse = _normaliser(g, epsilon)
     scale = tl.where(tl.abs(scale) * norm * norm > NO_DIGIT_ABOVE, float("nan"), scale)
@@ -178,7 +179,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         g_j, scratch = matrix(scratch, size, size)
         _skew(z, g, scale, g_j)
         copy(h, f, 1.0)
-        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # U, Ū and the gradient of [S] in φ₁
+        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # U, Ū, and the gradient of [S] through φ₁([S])
         multiply(h, z, y, 1.0, x, 1.0)  # Bᵀ exp(S) V
         times_j(g_j, g, 1.0)
         multiply(a1, transpose(g), h, 1.0, None, 0.0)
@@ -220,7 +221,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         multiply(half, projector, z, 1.0, None, 0.0)
         grad_scale += inner_product(grad_z, half)
         multiply(half, projector, grad_z, 1.0, None, 0.0)
-        apply_j(z, half, -scale)  # the gradient of G, without the part through Π
+        apply_j(z, half, -scale)  # the gradient of G for a fixed Π
         _projector_gradients(grad, grams, ITERATIONS)
         grad_square = -inverse * inverse * inverse * inner_product(grad, g) / tl.where(norm > 0, norm, 1.0)
         add(z, grad, inverse * inverse)

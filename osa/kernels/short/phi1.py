@@ -19,9 +19,9 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-RADIUS = tl.constexpr(3.0)  # largest ‖S‖₂ for a single series: its terms stay below 3³/3! = 4.5
+RADIUS = tl.constexpr(3.0)  # maximum ‖S‖₂ for a single series. The terms of the series then stay below 3³/3! = 4.5
 EPS = tl.constexpr(1.2e-7)
-MAX_TERMS = tl.constexpr(19)  # terms for ρ = 3: the degree is 18, because 3¹⁹/19! is below EPS/4
+MAX_TERMS = tl.constexpr(19)  # number of terms for ρ = 3, where the degree is 18, because 3¹⁹/19! is below EPS/4
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _terms(z):
     """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings (NaN if no digit is correct).
 
     ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The term with EPS covers
-    the rounding of tr Z². Z is halved until ρ ≤ 3, where the terms hardly cancel; m is the least degree with
+    the rounding of tr Z². Z is halved until ρ ≤ 3, where the terms hardly cancel. The degree m is the smallest with
     ρ^{m+1} / (m + 1)! ≤ eps/4.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
@@ -60,7 +60,7 @@ def _taylor(out, z, fraction, y, degree):
             b_z_upper, b_z_lower = blocks.times_panel(b_z, (b_upper, b_lower))
             weight = 1.0 / (degree + 1 - i_term)
             b_upper, b_lower = b_y_upper + weight * b_z_upper, b_y_lower + weight * b_z_lower
-        tl.debug_barrier()  # `out` may be Y
+        tl.debug_barrier()  # waits until all threads have read Y, because `out` may be Y
         blocks.store_panel(out, o_columns, (b_upper, b_lower))
     tl.debug_barrier()
 
@@ -94,8 +94,8 @@ def phi1_times(out, z, y, scratch):
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
     """Stores U = φ₁(Z) Y, and the gradients of ⟨H, U⟩: φ₁(Zᵀ) H with respect to Y, and D with respect to Z.
 
-    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. For a block of columns at a time, and with one term more than U alone
-    needs, let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
+    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code takes a block of columns at a time, and one term more than U
+    alone needs. Let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
@@ -104,7 +104,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
         D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
 
-    which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½; finally U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
+    which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½. Finally, U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
     """
     halvings, degree, fraction = _terms(z)
     size = y[3]
@@ -134,7 +134,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """`phi1_gradients` for Z times the fraction. The W_k lie in scratch memory: their loads delay no product."""
+    """`phi1_gradients` for Z times the fraction. The W_k lie in scratch memory, and loading them delays no product."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

@@ -24,8 +24,8 @@ INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str m
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if torch.compile traces these CPU tensors.
 
-    False in function transforms, which split operators, and in torch.export and ONNX, whose programs run where only torch's
-    own operators exist.
+    The result is False in function transforms, which split operators. It is also False in torch.export and ONNX, whose
+    programs run where only torch's own operators exist.
     """
     return torch.compiler.is_compiling() and query.device.type == "cpu" and method != "qr_literal" and not _goes_elsewhere()
 

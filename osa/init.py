@@ -104,7 +104,7 @@ def init_orthogonal_attention_(
         alpha: α. Softmax attention ignores it.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
             remain uniform on the Stiefel manifold. The sum Σ_i W^V_i W^O_i becomes orthogonal, which it is not with one draw
-            per head. Deep models need this, because layers with attention near the identity multiply these sums.
+            per head. This matters in deep models, where layers with attention near the identity multiply these sums.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads

@@ -282,7 +282,7 @@ def balanced(m: Tensor) -> Tensor:
     # if the columns of a pair are parallel, the subtraction leaves only rounding errors of the shorter one
     least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
-    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the other must not overflow float32
+    s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the limits keep the other from overflowing float32
     return torch.cat([s * query, key / s], dim=-1).to(m.dtype)
 
 

@@ -212,7 +212,7 @@ def build_vit(
     vit.config = config
     _allocate(vit)
 
-    # The order of the draws must not change: a seed would give other weights.
+    # The order of the draws must not change, because a seed would then give other weights.
     truncated_normal_(vit.cls_token, config.embedding_std, generator=generator)
     truncated_normal_(vit.position_embedding, config.embedding_std, generator=generator)
     PATCH_EMBEDDING_INIT[config.patch_embedding](vit.patch_embedding, generator=generator)

@@ -180,7 +180,7 @@ class OrthogonalSelfAttention(SelfAttention):
         method, num_iterations, epsilon: as for `osa.orthogonal_attention`. The attribute `options` holds them as keywords
             for this function and for `orthogonal_attention_matrix`.
         alpha_init: initial α.
-        alpha_per_head: True: one α for each head. False: one α for the layer.
+        alpha_per_head: if True, each head has its own α. If False, all heads share one α.
 
     Raises:
         ValueError: h does not divide d, 2 d_v > d, the method is unknown, a number is out of range, or `num_iterations` is

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
-# default K: 6 is from Appendix D; 7 suffices for singular values from 10⁻³ to 1
+# Default K. Appendix D has 6 iterations. 7 iterations of Polar Express suffice for singular values from 10⁻³ to 1
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}
 # ε of Section 3. The paper gives no value. In float32, ‖M‖_F + ε = ‖M‖_F if ‖M‖_F > 2
 EPSILON = 1e-7
@@ -100,7 +100,7 @@ class Initialisation:
     embedding_std: float = _option(0.02, above=0)
     """σ of positions and [cls]."""
     alpha_per_head: bool = True
-    """Give every head of orthogonal attention its own α; False: one α for the layer."""
+    """If True, each head of orthogonal attention has its own α. If False, all heads of a layer share one α."""
     xavier_fused_qkv: bool = False
     """Draw the weights of query, key and value as one Xavier matrix."""
     suo_transposed: bool = False

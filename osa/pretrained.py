@@ -198,7 +198,8 @@ def _local(path: str | Path) -> Path:
     """Returns the path with ~ expanded. Raises ValueError for a URL."""
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
         raise ValueError(f"{path} is an address: download the folder, and give its path")
-    return Path(os.path.expanduser(path))  # unlike Path.expanduser, leaves ~ of an unknown user as it is
+    # Unlike Path.expanduser, os.path.expanduser leaves ~ of an unknown user as it is.
+    return Path(os.path.expanduser(path))
 
 
 def _check_link(path: Path) -> None:

@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
-# For the name of each function, pairs of a test, which tells whether a kernel accepts given arguments, and the kernel
+# The kernels of each function, by the function's name. A test comes before each kernel: it is True for arguments that the
+# kernel accepts
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 

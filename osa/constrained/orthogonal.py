@@ -21,7 +21,8 @@ from osa.linalg import as_batch, phi1_times, resolvent_times
 from osa.runtime import full_precision, in_own_types, without_autocast
 from osa.vit import blocks_of
 
-ORTHONORMAL = 1e-4  # W counts as orthonormal if ‖WᵀW − I‖_F is at most this; rounding to float32 gives about 1e-6
+# W counts as orthonormal if ‖WᵀW − I‖_F is at most this number. Rounding to float32 gives about 1e-6
+ORTHONORMAL = 1e-4
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -87,7 +88,7 @@ class _Givens(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, cos, sin, i, j = ctx.saved_tensors
         n = rows.shape[-1]
-        rows, products = torch.cat([rows, grad.mT], dim=-1), torch.zeros_like(sin)  # each row next to its gradient
+        rows, products = torch.cat([rows, grad.mT], dim=-1), torch.zeros_like(sin)  # (b, n, 2n): rows and their gradients
         for t in range(2 * n - 3, 0, -1):
             touched = slice(max(0, t - n + 1), min(t, n - 1) + 1)
             block = rows[:, touched]

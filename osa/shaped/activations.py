@@ -55,7 +55,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
         )
     log_scale, shift = 0.0, 0.0
-    for _ in range(50):  # Newton's method with steps of at most 1 in length; it takes 4 to 9 steps
+    for _ in range(50):  # Newton's method takes 4 to 9 steps, each of length 1 at most
         residual = [moment - aim for moment, aim in zip(_slopes(log_scale, shift), (1, target), strict=True)]
         if max(map(abs, residual)) < 1e-12:
             scale = math.exp(log_scale)

@@ -165,7 +165,10 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(
     inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns G = MᵀM and X = MᵀV. If γ is given, M has sheared columns, and only matrices with `is_lost` are computed."""
+    """Returns G = MᵀM and X = MᵀV.
+
+    If γ is given, the kernel shears the columns of M first, and computes only the matrices for which `is_lost` is True.
+    """
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
     others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())

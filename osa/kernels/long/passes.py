@@ -1,4 +1,4 @@
-"""Kernels for long sequences on CUDA: two passes over query, key and value, with many programs for each matrix.
+"""Kernels for long sequences on CUDA: two passes over query, key and value, with many programs per matrix.
 
 With M = [Q, K], the first pass computes G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass
 computes V + M T:

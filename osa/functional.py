@@ -88,10 +88,10 @@ def orthogonal_attention(
 
     A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor (see
     `osa.routes`). On the CPU, all methods except "qr" and "qr_literal" then compute in float64. CUDA kernels choose between
-    M T and a basis for up to 64 tokens of width 16, and between M T and M R⁻¹ for more than 256 tokens or a larger width.
-    exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32
-    inputs are in full float32 even if the program allows TF32, except under torch.compile and in the backward pass of
-    "qr_literal".
+    M T and a basis for up to 64 tokens of width 16. Up to 256 tokens they use M T, or return NaN. For more tokens or a
+    larger width, they choose between M T and M R⁻¹. exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000
+    in a kernel. On CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except under
+    torch.compile and in the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).

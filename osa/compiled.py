@@ -49,9 +49,9 @@ def attend(
     "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
-    """Returns the output of the heads, and a tensor with a number.
+    """Returns the output of the heads, and a tensor that holds the number of the output's autograd graph in `GRAPHS`.
 
-    If `keep`, `GRAPHS` holds the autograd graph of the output under this number, until the tensor with the number is freed.
+    `GRAPHS` has the graph only if `keep` is true, and only until this tensor is freed.
     """
     options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:

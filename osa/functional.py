@@ -19,7 +19,7 @@ from osa.options import EPSILON, Method, check_method
 from osa.routes import plain_attention
 from osa.runtime import goes_to_onnx, kernel
 
-if torch.cuda.device_count() and find_spec("triton"):  # without a GPU, do not spend a second on the import
+if torch.cuda.device_count() and find_spec("triton"):  # kernels need a GPU, and their import takes a second
     try:
         from osa import kernels  # noqa: F401
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
@@ -89,9 +89,9 @@ def orthogonal_attention(
     A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor (see
     `osa.routes`). On the CPU, all methods except "qr" and "qr_literal" then compute in float64. CUDA kernels choose between
     M T and a basis for up to 64 tokens of width 16. Up to 256 tokens they use M T, or return NaN. For more tokens or a
-    larger width, they choose between M T and M R⁻¹. exp(S) is also NaN if ‖S‖_F cannot be read and exceeds 69,000, or 23,000
-    in a kernel. On CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except under
-    torch.compile and in the backward pass of "qr_literal".
+    larger width, they choose between M T and M R⁻¹. Where values cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000,
+    or 23,000 in a kernel. On CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except
+    under torch.compile and in the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).

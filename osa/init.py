@@ -25,7 +25,7 @@ class Attention(Protocol):
 
 
 class ScaledAttention(Attention, Protocol):
-    """Attention with two factors per head: `shortcut` multiplies the values, and `residual` the attention."""
+    """Attention with two factors per head: `shortcut` multiplies V_i, and `residual` multiplies A_i V_i."""
 
     shortcut: nn.Parameter
     residual: nn.Parameter
@@ -59,7 +59,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # no values to draw, and a draw on "meta" would take long
+    if torch.get_default_device().type == "meta":  # tensors on "meta" have no values, and a draw would take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -138,7 +138,7 @@ def init_softmax_attention_(
         fused_qkv: draw query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
         joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
-    gain = math.sqrt(0.5) if fused_qkv else 1.0  # √(6 / (d + 3d)) over √(6 / (d + d))
+    gain = math.sqrt(0.5) if fused_qkv else 1.0  # ratio of Xavier's bounds √(6/(d + 3d)) and √(6/(d + d))
     for linear in (attention.query, attention.key, attention.value):
         nn.init.xavier_uniform_(linear.weight, gain=gain, generator=generator)
     nn.init.xavier_uniform_(attention.out.weight, generator=generator)
@@ -294,7 +294,7 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
     One fluctuation remains: in an MLP, a mean over H entries replaces κ₁. This fluctuation gives log |x|² a variance of
     order (1 − κ₁²)/H per MLP. L MLPs that are shaped for L blocks have 1 − κ₁² ≈ ln 5/L, so their variances add up to order
     1/H. With independent draws, the sum is 2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md
-    derives and measures both.
+    derives and measures both variances.
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.
@@ -362,6 +362,6 @@ def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # no values to draw, and torch would import its compiler here
+    if tensor.is_meta:  # meta tensors have no values, and a draw would import torch's compiler
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

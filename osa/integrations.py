@@ -87,7 +87,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _reduce(made: "_PickledByCall") -> Any:
-    """Returns what pickle stores: the name of a subclass, or for a class of `_timm_class` the call that returns it."""
+    """Returns what pickle stores: the call that returns a class of `_timm_class`, or the name of a subclass."""
     return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 
@@ -208,7 +208,7 @@ def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
 
 
 def _implementation(config: Any) -> str | dict[str, Any]:
-    """Returns `attn_implementation` as transformers takes it: a name, or a dict of names by part if parts have settings."""
+    """Returns transformers' `attn_implementation`: a name, or a dict of names by part if any part has its own settings."""
     parts = {key: _implementation(part) for key, part in _parts(config).items() if part.orthogonal_attention is not None}
     own = config._attn_implementation
     return {"": own} | parts if parts else own

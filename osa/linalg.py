@@ -117,7 +117,7 @@ class _NewtonSchulzGram(torch.autograd.Function):
         grams = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *recorded_grad(lambda gram: _newton_schulz_gram(gram, len(grams))[-1], grams[:1], grad), None
-        grad = grad + grad.mT  # twice the symmetric part
+        grad = grad + grad.mT  # twice the symmetric part of the gradient
         for gram in reversed(grams):
             y = torch.baddbmm(grad, grad, gram, beta=-4)
             r = grad.baddbmm_(torch.add(y, y.mT, alpha=0.5), gram, beta=1.125, alpha=0.25)
@@ -174,7 +174,7 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
         radius /= 2**doublings
     else:
         is_lost = square_moduli(z) > 2 * _MAX_RADIUS**2
-        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # NaN rather than a wrong number
+        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # NaN if ρ may be too large for the doublings
     z = z / 2**doublings
     identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
     phi = _taylor(identity, z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
@@ -245,7 +245,7 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Upper triangular R, (b, 2d, 2d), such that the columns of M R⁻¹ are nearly orthonormal, or short if M lacks full rank.
+    """Upper triangular R, (b, 2d, 2d). The columns of M R⁻¹ are nearly orthonormal, or shorter if M lacks full rank.
 
     R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of MᵀM.
 
@@ -279,7 +279,7 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    # if the columns of a pair are parallel, the subtraction leaves only rounding errors of the shorter one
+    # minima of the squared lengths: if two columns are parallel, the subtraction leaves only rounding errors of the shorter
     least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
     s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the limits keep the other from overflowing float32

@@ -1,4 +1,4 @@
-"""The paper's models by name, built and initialised by Section 4 and Appendix D, and models for depth.
+"""The paper's models by name, built and initialised by Section 4 and Appendix D, and models for large depths.
 
 For each option of `ModelConfig` that chooses a part, a dict maps the option's values to functions. To add a part, add an
 entry.
@@ -54,9 +54,9 @@ from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAt
 from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
-# Parts that an option chooses. An attention's entry takes the configuration and returns two functions: one builds the layer
-# of a block, given the block's number; the other initialises the layer. An MLP's entry takes the configuration, and the gain
-# and the kappa of the activation. It returns the function that initialises the MLP.
+# Parts that an option chooses. A function of `ATTENTION` takes the configuration. It returns a function that builds the
+# layer of a block, given the block's number, and a function that initialises the layer. A function of `MLP_INIT` takes the
+# configuration, and the gain and the kappa of the activation. It returns a function that initialises the MLP.
 
 Initialise = Callable[..., None]
 LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]
@@ -77,7 +77,7 @@ def _softmax_attention(config: ModelConfig) -> LayerAndInit:
 
 
 def _signal_preserving_attention(config: ModelConfig) -> LayerAndInit:
-    assert config.kernel is not None and config.kernel_last is not None  # ModelConfig checks this
+    assert config.kernel is not None and config.kernel_last is not None  # ModelConfig refuses None here
     options, shortcut = config.given("causal", "cls_index", "repeated"), config.shortcut or 0.0
     matrices = signal_preserving_attention(  # (L, N, N)
         config.kernel, config.num_tokens, config.depth, config.kernel_last, shortcut=shortcut, **options

@@ -135,7 +135,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     if is_eager(attn_mask) and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
         lower = torch.ones_like(attn_mask).tril()
         check_condition(
-            (attn_mask != lower).any() & (attn_mask == lower).any(),  # the mask is neither the triangle nor its complement
+            (attn_mask != lower).any() & (attn_mask == lower).any(),  # False for the triangle and for its complement
             "attn_mask is a triangle, which could be a causal mask, (N, N), or padding, (B, N): write attn_mask[None] or "
             "attn_mask[:, None, None]",
         )
@@ -143,9 +143,9 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Returns the weight (3d, d) and the bias of one linear layer that computes all three parts.
+    """Returns the weight (3d, d) and the bias of one linear layer that computes query, key and value.
 
-    Returns None if one linear layer cannot compute them.
+    Returns None if the three layers cannot be joined.
     """
     if not all(map(_is_plain, parts)):
         return None
@@ -258,7 +258,7 @@ class _NoFastPath:
 
 
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
-    """`OrthogonalSelfAttention` with the call of `nn.MultiheadAttention`, for encoders of torch and torchvision.
+    """`OrthogonalSelfAttention` with the call signature of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
     Use it as `self_attn` of `nn.TransformerEncoderLayer` or `self_attention` of torchvision's `VisionTransformer`. It is
     neither causal nor cross-attention, and masks must leave out whole tokens.
@@ -292,7 +292,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     def out_proj(self) -> nn.Linear:
         return self.out
 
-    def forward(  # type: ignore[override]  # torch's own call
+    def forward(  # type: ignore[override]  # the signature of nn.MultiheadAttention
         self,
         query: Tensor,
         key: Tensor,
@@ -334,7 +334,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         return y.transpose(0, 1) if is_turned else y, weights
 
     def _mask(self, x: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:
-        """Combines both masks of torch into one, (B or 1, h or 1, 1 or N, N), False for padding."""
+        """Combines `key_padding_mask` and `attn_mask` into one mask, (B or 1, h or 1, 1 or N, N), False for padding."""
         square = (x.shape[-2], x.shape[-2])
         mask = None
         if key_padding_mask is not None:

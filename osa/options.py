@@ -1,4 +1,4 @@
-"""The options of models, their types and bounds, and the models by name. Schemas read them without importing torch.
+"""The options of models, their types and bounds, and the models by name. Schemas read this module without importing torch.
 
 `ModelConfig` lists every option once. `ModelOptions` repeats them as keywords of `create_model`, for type checkers; a test
 checks that the two agree.
@@ -38,10 +38,11 @@ MAX_SIZE = 2**14  # maximum of each size: larger weights do not fit in memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
-    """Returns a field for an option.
+    """Returns a field for an option. The keywords in `facts` restrict the option:
 
-    Its facts are the bounds of a number, `above`, `least`, `below` and `most`, and `attention`, a tuple of the kinds of
-    attention that accept the option.
+    above, below    bounds of a number that exclude the bound
+    least, most     bounds of a number that include the bound
+    attention       tuple of the kinds of attention that accept the option
     """
     return field(default=default, metadata=facts)
 
@@ -191,7 +192,7 @@ def check_attention_options(options: dict[str, Any]) -> None:
 
 
 def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any:
-    """Returns the value of an option, as Python's own type if it is a number. Raises ValueError if it is impossible."""
+    """Returns the value of an option, a number as Python's own type. Raises ValueError if the value is impossible."""
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
@@ -219,7 +220,7 @@ def is_finite(number: Any) -> bool:
     """True if a real number is finite and fits in a float."""
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number can be too large
+    except OverflowError:  # a whole number can be too large for a float
         return False
 
 
@@ -299,7 +300,7 @@ _SHAPED: ModelOptions = {
 }
 _DKS: ModelOptions = _SHAPED | {"activation": "dks_gelu"}
 _ISO: ModelOptions = {"mlp_init": "isometric"}
-_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 at 36 blocks
+_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # the factor α of the skip is 0.98 at 36 blocks
 _UNIFORM: ModelOptions = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
 _EXPONENTIAL: ModelOptions = _UNIFORM | {"kernel": "exponential", "kernel_last": 0.05}
 

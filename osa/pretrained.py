@@ -47,7 +47,7 @@ Which data it was trained on, with what result and for which use, is for its aut
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
 TRANSIENT = ("training", "grad_checkpointing")  # attributes of modules that do not change what the model computes
-LFS_POINTER = b"version https://git-lfs"  # first bytes of a pointer, which replaces a file in Git LFS
+LFS_POINTER = b"version https://git-lfs"  # first bytes of the pointer that Git LFS stores in place of a file
 JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
 SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
@@ -146,7 +146,7 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
     """The type and the settings of a module, without its tensors and submodules."""
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in TRANSIENT}
     kind = parametrize.type_before_parametrizations(module)
-    if kind.__module__.startswith("torch.distributed."):  # `replicate` replaces a class by a subclass
+    if kind.__module__.startswith("torch.distributed."):  # torch's `replicate` replaces the class by a subclass
         kind = kind.__bases__[-1]
     return kind, settings
 
@@ -156,8 +156,8 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
 
     Args:
         path: the folder, or a file with weights of the model that `create_model(name)` builds.
-        name: a name in `MODELS`. A file of weights needs it. If a folder is loaded with a name, its model must have this
-            name, but may have any sizes and initialisation.
+        name: a name in `MODELS`, required for a file of weights. If a folder is loaded with a name, the folder's model must
+            have this name, but may have any sizes and initialisation.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -220,7 +220,7 @@ def _check_file(file: Path) -> None:
 
 
 def _from_name(file: Path, name: str | None) -> VisionTransformer:
-    """Builds the model for a file of weights, without loading them."""
+    """Builds the model for a file of weights, without loading the weights."""
     _check_file(file)
     if SHARD.search(file.name):
         raise ValueError(f"{file} has a part of a model's weights: {JOIN}")
@@ -239,7 +239,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG_FILE
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        options = {option: value for option, value in options.items() if value is not None}  # None is the default
+        options = {option: value for option, value in options.items() if value is not None}  # absent options become None
         names = [each for each in (name, options.pop("model", None)) if each is not None]
         with torch.device("meta"):
             model = build_vit(**options)

@@ -1,8 +1,4 @@
-"""The methods of orthogonal attention in plain torch, on any device. `osa.functional` has the equations.
-
-The module has, in this order, `plain_attention`, the paper's own formulas, routes that use a basis, Gram matrices or
-iterations, and two autograd functions.
-"""
+"""The methods of orthogonal attention in plain torch, on any device. `osa.functional` has the equations."""
 
 import math
 from collections.abc import Callable

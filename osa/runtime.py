@@ -1,7 +1,7 @@
 """Helpers for torch at run time: traces and transforms, autocast and TF32, warnings from a device, a registry of kernels.
 
 Only this file uses undocumented names of torch, so that a new version of torch can break no other file. Scheduled tests run
-with the oldest and the newest supported version.
+with the oldest and the newest supported version of torch.
 """
 
 import warnings
@@ -19,8 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
-# The kernels of each function, by the function's name. A test comes before each kernel: it is True for arguments that the
-# kernel accepts
+# For each function's name, a list of tests and kernels. A test is True for arguments that its kernel accepts
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 
@@ -155,8 +154,8 @@ def _ieee_products() -> Iterator[None]:
 
 
 def recorded_grad(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of function(*inputs) by autograd, with a graph, so that a backward pass has derivatives too."""
-    views = [x.view_as(x) for x in inputs]  # views keep the gradients of inputs separate, even if one depends on another
+    """Returns the gradients of function(*inputs) by autograd, with a graph, so that the gradients can be differentiated."""
+    views = [x.view_as(x) for x in inputs]  # views separate the gradients of inputs, even if one input depends on another
     needed = [x for x in views if x.requires_grad]
     grads = iter(torch.autograd.grad(function(*views), needed, grad, create_graph=True))
     return tuple(next(grads) if x.requires_grad else None for x in views)

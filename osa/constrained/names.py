@@ -3,7 +3,7 @@
 from typing import Literal
 
 Map = Literal["givens", "exponential", "cayley", "householder"]
-HeadConstraint = Literal["value_out", "query_key", "attention"]  # constrain the weights of each head
-WholeConstraint = Literal["whole_value_out", "whole_key_value"]  # constrain whole matrices, as maps require
+HeadConstraint = Literal["value_out", "query_key", "attention"]  # the weights of each head are orthonormal
+WholeConstraint = Literal["whole_value_out", "whole_key_value"]  # whole matrices are orthonormal; a map needs this
 Penalty = Literal["VAR-I", "VAR-II", "VAR-III", "VAR-II-separate", "heads"]
 RETRACTION = "retraction"

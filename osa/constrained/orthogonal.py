@@ -60,10 +60,10 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Givens(torch.autograd.Function):
-    """`givens` from angles (b, n(n − 1)/2): rotates the rows of Wᵀ, where W is the result.
+    """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` rotates the rows of Wᵀ and returns W.
 
     Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. Each step changes only rows
-    max(0, t − n + 1) to min(t, n − 1). Reversing the order of these rows exchanges every p with its q.
+    max(0, t − n + 1) to min(t, n − 1). The code reverses these rows, so that p and q trade places in every plane.
     """
 
     @staticmethod
@@ -152,7 +152,8 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Reaches almost all of SO(n).
 
     The determinant is (−1)ⁿ (−1)ⁿ = 1. The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV)
-    (Joffrain et al. 2006). Fewer than n − 1 reflections would not suffice. Second derivatives raise an error.
+    (Joffrain et al. 2006). Fewer than n − 1 reflections could not reach almost all of SO(n). Second derivatives
+    raise an error.
 
     Example:
         >>> gram_error(householder(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
@@ -273,8 +274,8 @@ def gram_error(weight: Tensor) -> float:
 def is_orthonormal(weight: Tensor) -> bool:
     """True if the columns of W, or the rows of a wide W, are orthonormal.
 
-    The limit of `gram_error` is the larger of `ORTHONORMAL` and the rounding error of W's type. A weight with a NaN is not
-    orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
+    W passes if `gram_error` is at most `ORTHONORMAL` or the rounding error of W's type, whichever is larger. A weight with
+    a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
     return weight.is_meta or gram_error(weight) <= max(ORTHONORMAL, rounding)
@@ -322,14 +323,14 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
 
 # Constraints on the weights of a model
 
-Views = tuple[Tensor, ...]  # parts of weights, (count, rows, d) each, whose rows together are orthonormal
+Views = tuple[Tensor, ...]  # views of weights, (count, rows, d) each; the rows of all views, stacked, are orthonormal
 
 
 @dataclass(frozen=True)
 class Constraint:
     """Groups of projections of an attention layer. The stacked weights of a group are orthonormal.
 
-    If `per_head`, they are orthonormal in each head. Otherwise, they are orthonormal as whole matrices.
+    If `per_head`, each head has a stack of its own. Otherwise, whole matrices are stacked.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -340,9 +341,9 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Returns for each group a tuple of views of weights, (num_heads, d_v, d) per head, or (1, d, d) for whole matrices.
+        """Returns a tuple for each group, with a view of each weight: (num_heads, d_v, d) if `per_head`, else (1, d, d).
 
-        A head's view of W^O is its block of columns, transposed.
+        If `per_head`, the view of W^O is transposed.
         """
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
@@ -432,7 +433,7 @@ class StiefelConstraint:
 
     @contextmanager
     def project_step(self) -> Iterator[None]:
-        """Context manager for one step of an optimiser. At its end, `retract` replaces the step."""
+        """Context manager for one step of an optimiser. On exit, the result of `retract` replaces the new weights."""
         constrained_parameters(self.model, self.name)  # raises if a weight cannot be written to
         before = self.weights()
         yield

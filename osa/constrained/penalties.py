@@ -66,9 +66,9 @@ def projection_penalty(attention: Attention, *, separate: bool = False) -> Tenso
 
 
 def mlp_penalty(mlp: TwoLayers) -> Tensor:
-    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1). `gram_penalty` drops the constant part of the second term.
+    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), less the constant |hidden − d|.
 
-    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts with M₁ᵀM₁ = (hidden/d) I. The penalty pulls M₁ away from this.
+    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts with M₁ᵀM₁ = (hidden/d) I, from which the penalty pulls M₁ away.
     """
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 

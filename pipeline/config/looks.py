@@ -1,4 +1,4 @@
-"""Defines the colour and dashes of each model, the same in all figures, and the style that all figures share."""
+"""Defines the style of all figures, and the colour and dashes that each model has in all of them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,8 +38,8 @@ METHOD_LABELS = {
 LINE_WIDTH = 1.6
 STYLE = {
     "svg.hashsalt": "figure_1",  # gives the elements of an SVG the same ids in every run
-    "svg.fonttype": "none",  # keeps text as text, for search and screen readers
-    "font.sans-serif": ["DejaVu Sans"],  # the layout follows the widths of this font; HTML pages set another font
+    "svg.fonttype": "none",  # does not draw letters as shapes, so that search and screen readers find the text
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that all machines lay out figures alike
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -76,7 +76,7 @@ class Look:
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
     """Returns the look of a model or of a method of attention.
 
-    A model outside FIXED gets a position after FIXED, in the order of `among`.
+    Models that FIXED lacks are placed after the models of FIXED, in the order of `among`.
     """
     name = LOOK_OF_METHOD.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]

@@ -65,7 +65,7 @@ def _is_strange(letter: str) -> bool:
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # names of stages and folders contain such a name
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # becomes part of the names of DVC stages and folders
 MAX_SEED = 2**31 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
@@ -88,8 +88,8 @@ class ImageFormat(NamedTuple):
 MNIST_LIKE = ImageFormat(1, 28, 10)
 PublishedSource = Literal["mnist", "sample", "fashion_mnist", "kmnist", "cifar10"]
 PUBLISHED = dict.fromkeys(get_args(PublishedSource), MNIST_LIKE) | {"cifar10": ImageFormat(3, 32, 10)}
-FIRST_READING = "first"  # default reading of the paper
-# The value of data.source for the user's images, and the name of the file that describes these images.
+FIRST_READING = "first"  # key of the default recipe under `readings` in paper.yaml
+# USER_FOLDER is the value of data.source for the user's images. DESCRIPTION is the file that describes these images.
 USER_FOLDER, DESCRIPTION = "folder", "images.json"
 IMAGE_KEYS = ("source", "path", "resize")  # keys under `data` that choose the images
 SharedSection = Literal["data", "model", "init", "train"]  # sections that a variant may override
@@ -153,7 +153,7 @@ class Data(Section):
         return ImageFormat(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """The description of the user's stored images. Raises UserError if it is absent or describes other images."""
+        """Returns the description of the user's images. Raises UserError if the description is absent or of other images."""
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
@@ -168,7 +168,7 @@ class Data(Section):
 
 
 def read_description(folder: str | Path) -> Description:
-    """The description of the user's images in a folder. Raises UserError if it is absent or damaged."""
+    """Reads the file that describes the user's images. Raises UserError if the file is absent or damaged."""
     path = Path(folder, DESCRIPTION)
     return validate(Description, read_json(path), str(path))
 
@@ -236,10 +236,9 @@ class Train(Section):
 
 
 class Variant(VariantKeys):
-    """One model.
+    """A model: its architecture, penalty, constraint and overrides of shared sections.
 
-    A key of the architecture is optional if `osa.options.Architecture` gives it a default. The keys that this class adds are
-    all optional.
+    A key of the architecture is optional if `osa.options.Architecture` has a default. All other keys are optional.
     """
 
     penalty: Penalty | None = None
@@ -366,7 +365,7 @@ class Paper(Section):
     link: str
     table_2: dict[Name, float]
     labels: Labels
-    # Each reading is the recipe of Section 5 and Appendix D. Our choices supply the details that the paper omits.
+    # Each reading is an interpretation of Section 5 and Appendix D, with our choices where the paper omits details.
     readings: dict[Name, Shared]
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
@@ -390,7 +389,7 @@ def load(path: str | Path = "params.yaml") -> Params:
     written = read_yaml(path)
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
-        if name not in written["variants"]:  # DVC needs the block in the file, as a dependency of the stage
+        if name not in written["variants"]:  # a DVC stage depends on this block of the file
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # the models that only the library defines are checked when used
@@ -401,7 +400,7 @@ def load(path: str | Path = "params.yaml") -> Params:
 def with_library(raw: Any) -> Any:
     """Adds the library's models and labels to the content of params.yaml. The content of params.yaml takes precedence."""
     if not isinstance(raw, dict):
-        return raw  # the schema refuses it
+        return raw  # `validate` then reports the wrong type
     raw = {"labels": {}} | raw
     library = {"variants": MODELS, "labels": _labels()}
     return raw | {key: known | raw[key] for key, known in library.items() if isinstance(raw.get(key), dict)}
@@ -434,8 +433,9 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """The configuration of a model of osa.MODELS, with the recipe `paper.readings[reading]`. Only the choice of images
-    comes from params.yaml.
+    """Returns the configuration of a model of osa.MODELS, with the recipe `paper.readings[reading]`.
+
+    Only the choice of images comes from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

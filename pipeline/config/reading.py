@@ -31,8 +31,8 @@ def in_repository(path: str | Path) -> Path:
 def read_yaml(path: str | Path) -> Any:
     """Reads a YAML file without validating its content. Raises UserError if the file is absent or not YAML.
 
-    DVC uses the same parser, ruamel.yaml, so we read the values that DVC tracks. PyYAML follows YAML 1.1: it reads 1e-06 as
-    text and 1:30 as 90, and accepts duplicate keys.
+    The parser is ruamel.yaml, as in DVC, so that we read the values that DVC tracks. PyYAML, which follows YAML
+    1.1, would read 1e-06 as text and 1:30 as 90, and would accept duplicate keys.
     """
     text = ""
     try:
@@ -104,7 +104,7 @@ def _key(location: tuple, raw: Any) -> str:
     """The dotted key of an error's location, such as train.epochs."""
     parts = []
     for part in location:
-        is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic adds the kind of a claim to the location
+        is_tag = isinstance(raw, dict) and raw.get("kind") == part  # pydantic adds the value of `kind` to `location`
         if not is_tag and part != "[key]":
             parts.append(str(part))
             raw = raw.get(part) if isinstance(raw, dict) else raw[part] if isinstance(raw, list) else None
@@ -112,7 +112,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """Converts digits, such as full-width ones, to ASCII. Returns the result if YAML reads it as a number, else None."""
+    """Returns `text` with ASCII digits, for example in place of full-width digits. Returns None if YAML reads no number."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

@@ -44,7 +44,7 @@ class Record(Section):
     folder: str  # path of the folder below paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
-    commits: list[str | None] = Field(default_factory=list)  # one commit per process, in order; None if unknown
+    commits: list[str | None] = Field(default_factory=list)  # the commit of each process in order, None if unknown
     dirty: bool | None = None  # True if any process ran with uncommitted code or parameters
     settings: dict[str, Any] | None = None  # the study's section of params.yaml
 
@@ -95,7 +95,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements, with digests of its files. `made_by` gives the other keys."""
+    """Writes the record of a folder of measurements, with digests of its files. `made_by` holds the record's other keys."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 

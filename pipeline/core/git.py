@@ -12,8 +12,8 @@ from pathlib import Path
 from pipeline.core.errors import UserError
 
 SETTINGS = {
-    "core.hooksPath": os.devnull,  # a hook may need a program that is not installed, such as git-lfs
-    "core.fsmonitor": "false",  # git would otherwise start a program that reports changed files
+    "core.hooksPath": os.devnull,  # no hooks, since a hook may need a program that is not installed
+    "core.fsmonitor": "false",  # git starts no program that watches files for changes
     "status.showUntrackedFiles": "all",
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
@@ -54,7 +54,7 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables for git.
+    """Returns the environment variables of this process, changed for git.
 
     The variables of FORM are added. GIT_DIR and similar variables are left out, because they may point to another
     repository. The variables GIT_CONFIG_* are kept, because they locate the user's configuration.

@@ -71,7 +71,8 @@ def committed(path: Path) -> str | None:
 def process_seconds() -> float:
     """Returns the seconds since this process started. On a system without /proc, returns the process's CPU time."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # proc(5): starttime
+        # proc(5): the field `starttime` holds the clock ticks from boot to the start of this process.
+        ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, AttributeError):
         return time.process_time()

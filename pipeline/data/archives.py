@@ -1,4 +1,4 @@
-"""Lists and reads the files of a folder or of a tar or zip archive. Archives are not unpacked."""
+"""Lists and reads the files of a folder, or of a tar or zip archive without unpacking it."""
 
 import stat
 import tarfile
@@ -10,18 +10,19 @@ from typing import TypeVar
 
 from pipeline.core.errors import UserError
 
-# Files that operating systems and network storage create
+# Names of files that operating systems and network storage create. `members` skips these files.
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}
-DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)  # raised for a damaged archive
+# Errors that reading a damaged archive can raise
+DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)
 UNIX = (3, 19)  # values of `create_system` in a zip for Unix and macOS, where a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
-# A member's name, its size, and a function that reads the file. In place of the function, links and devices have None.
+# The name of a file, its size in bytes, and a function that reads the file. The function is None for links and devices.
 Member = tuple[str, int, Callable[[], bytes] | None]
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yields all files, except hidden files and files that operating systems create (UNSEEN).
+    """Yields all files, except hidden files and the files in UNSEEN.
 
     Raises:
         UserError: a member's path leads out of the archive, or the archive cannot be read.
@@ -66,12 +67,12 @@ def in_archive(path: Path) -> Iterator[Member]:
 
 
 def name_in_zip(entry: zipfile.ZipInfo) -> str:
-    """The name of a member, with slashes. Old Windows programs write backslashes."""
+    """Returns the name of a member, with slashes where an old Windows program wrote backslashes."""
     return entry.filename if entry.create_system in UNIX else entry.filename.replace("\\", "/")
 
 
 def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
-    """The bytes of a member. Raises TarError if it is not a file."""
+    """Returns the bytes of a member. Raises TarError if the member is not a file."""
     if (file := archive.extractfile(entry)) is None:
         raise tarfile.TarError(f"{entry.name} is no file")
     return file.read()

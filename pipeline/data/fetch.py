@@ -28,7 +28,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point, without
 from pipeline.data import idx
 
 MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
-FILES = {  # MNIST's files and their SHA-256; for the other data sets torchvision has MD5 digests
+FILES = {  # MNIST's files and their SHA-256; torchvision has the MD5 digests of the other data sets
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
@@ -80,7 +80,7 @@ def fetch(source: str) -> None:
 
 
 def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> bytes:
-    """Downloads a file from the first mirror that works. Raises UserError if none does."""
+    """Downloads a file from the first mirror that works. Raises UserError if no mirror works."""
     failures = []
     for mirror in list(mirrors):
         shown = without_password(mirror)
@@ -102,7 +102,7 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
 
 
 def published(source: str) -> tuple[list[str], dict[str, str]]:
-    """The mirrors of a data set, and the digests of its files."""
+    """Returns the mirrors of a data set, and a dictionary from the names of its files to their digests."""
     if source == "mnist":
         return list(MIRRORS), FILES
     from torchvision import datasets  # takes seconds to import
@@ -134,7 +134,7 @@ def _download(url: str, digest: str) -> bytes:
 
 
 def _digest_like(content: bytes | bytearray, known: str) -> str:
-    """The digest of `content`: MD5 if `known` has the length of an MD5 digest, else SHA-256."""
+    """Returns the digest of `content`, MD5 or SHA-256, whichever has the length of `known`."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 
 

@@ -35,10 +35,10 @@ LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))
 
 @dataclass(frozen=True)
 class Images:
-    """Images as bytes, (n, C, H, W) uint8, and the float32 value of each of their 256 levels, on one device.
+    """Images on a device: `pixels` (n, C, H, W) uint8, and `levels` (256,) float32, the scaled value of each pixel level.
 
-    Indexing, slicing and `split` look up the value of each level and return float32 images. The result has the same bits
-    as if all images had been scaled beforehand. Scaling them beforehand would take four times the memory.
+    Indexing, slicing and `split` look up the scaled values and return float32 images, with the same bits as images that were
+    scaled beforehand. Images scaled beforehand would take four times the memory.
     """
 
     pixels: torch.Tensor
@@ -75,7 +75,7 @@ class Images:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Images and labels (n,) int64 of both splits, and the SHA-256 of the stored bytes."""
+    """The images, and the labels (n,) int64, of both splits. `sha256` is the digest of the stored bytes."""
 
     train_images: Images
     train_labels: torch.Tensor
@@ -84,10 +84,10 @@ class DataSet:
     sha256: str
 
     def hold_out(self, which: torch.Tensor) -> DataSet:
-        """Returns a data set that tests on some of the training images, and trains on the others. Drops the test images.
+        """Returns a data set in which some training images replace the test images.
 
         Args:
-            which: indices of the training images to test on, int64.
+            which: indices of these training images, int64. The other training images remain for training.
         """
         import torch
 
@@ -108,7 +108,7 @@ def folder(source: str) -> Path:
 
 
 def read_data(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> DataSet:
-    """Reads the data set onto `device`.
+    """Reads the data set in `folder` and returns its tensors on `device`.
 
     `pixel_scaling` maps each level x of 0…255 to a value:
 
@@ -151,7 +151,7 @@ def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
     """The SHA-256 of the bytes of a data set: train images, train labels, test images and test labels, one after another.
 
     Args:
-        num_own_classes: number of classes of the user's images. Needed only if their description is not written yet.
+        num_own_classes: number of classes of the user's images. Needed only before the description of the images is written.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
@@ -164,7 +164,7 @@ def _digest(arrays: list[np.ndarray]) -> str:
 
 
 def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
-    """Returns the float32 value of each of the 256 levels. The values are computed in float64 and rounded once."""
+    """Returns the scaled value of each of the 256 pixel levels, computed in float64 and rounded once to float32."""
     levels = np.arange(256, dtype=np.float64)
     if pixel_scaling == "unit":
         levels /= 255
@@ -219,7 +219,7 @@ def label_type(num_classes: int) -> np.dtype:
 
 
 def as_idx(array: np.ndarray) -> bytes:
-    """Returns a gzipped IDX file of unsigned bytes. It has no timestamp, so that equal arrays give equal files."""
+    """Returns the bytes of a gzipped IDX file. The file has no timestamp, so that equal arrays give equal files."""
     header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)
     return gzip.compress(b"".join([header, np.ascontiguousarray(array, np.uint8).tobytes()]), mtime=0)
 
@@ -231,7 +231,7 @@ def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
 
 
 def num_train_images(folder: str | Path) -> int:
-    """The number of the user's training images, from the header of their labels. Raises UserError if they are not stored."""
+    """Returns the number of the user's training images. Raises UserError if the file of their labels cannot be used."""
     return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
 
 
@@ -247,7 +247,11 @@ def _num_own_classes(folder: str | Path) -> int | None:
 
 
 def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
-    """Reads and checks images (n, C, H, W) uint8 and labels (n,), first for training and then for testing."""
+    """Reads and checks a data set.
+
+    Returns:
+        Train images, train labels, test images and test labels. Images are (n, C, H, W) uint8, labels are (n,).
+    """
     arrays: list[np.ndarray] = []
     is_own, num_classes = num_own_classes is not None, num_own_classes or params.MNIST_LIKE.num_classes
     names, read = ((OWN_IMAGES, OWN_LABELS), _map_own) if is_own else ((IDX_IMAGES, IDX_LABELS), _read_idx)
@@ -266,7 +270,7 @@ def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
 
 
 def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Reads a gzipped IDX file as uint8. Raises UserError if it is empty, or its `ndim` is not in `dimensions`."""
+    """Reads a gzipped IDX file as uint8. Raises UserError if the file is unusable, or `ndim` is not in `dimensions`."""
     try:
         content = gzip.decompress(path.read_bytes())
     except FileNotFoundError:
@@ -287,7 +291,7 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
 
 
 def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Memory-maps an array of pixels or labels. Raises UserError if it is empty, or its `ndim` is not in `dimensions`."""
+    """Memory-maps a file of pixels or labels. Raises UserError if the file is unusable, or `ndim` is not in `dimensions`."""
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except FileNotFoundError:

@@ -27,14 +27,16 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.data import archives, idx
 
-SPLITS = {"train": "train", "test": "t10k"}  # split → its name in the stored files
-WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)  # some programs keep the backslashes in the names of a Windows zip
+SPLITS = {"train": "train", "test": "t10k"}  # name of the user's folder → name in the stored files
+# Some programs that unpack a Windows zip create files with names such as train\cat\1.png instead of folders.
+WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)
 MAX_CLASSES = 1000
-LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # maximum number of bytes of one file, and of all pixels
-# A HEIC file begins with four other bytes, and then one of these (ISO/IEC 23008-12).
+# Maximum number of bytes: LARGEST_FILE for the file of an image, LARGEST_DATA for the pixels of all images
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**35
+# One of these follows the first four bytes of a HEIC file (ISO/IEC 23008-12).
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
-Decoded = tuple[str, int, int]  # an image's mode, its size, and the offset of its pixels in the temporary file
+Decoded = tuple[str, int, int]  # an image's mode, its width, and the offset of its pixels in the temporary file
 
 
 def convert(wanted: params.Data, out: Path) -> None:
@@ -107,7 +109,7 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
     Returns:
         The decoded images, and the number of images of each original size.
     """
-    # The pixels are stored twice, first in `spool` and later in the data set. They may take half of the free disk space.
+    # The disk holds the pixels twice, in `spool` and in the data set. The pixels may therefore take half of the free space.
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)
     images: dict[ImagePath, Decoded] = {}
     sizes: Counter[int] = Counter()
@@ -149,7 +151,7 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
 
 
 def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
-    """The names of the classes, sorted. Raises UserError unless both splits have images of each class."""
+    """Returns the sorted names of the classes. Raises UserError unless both splits have images of each class."""
     found: dict[str, set[str]] = {split: set() for split in SPLITS}
     for split, label, _ in images:
         found[split].add(label)
@@ -165,9 +167,10 @@ def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
 
 
 def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
-    """Decodes an image as a viewer shows it, in mode L if all pixels are grey, else RGB. Also returns its original size.
+    """Returns an image as a viewer shows it, and its original size. The mode is L if all pixels are grey, else RGB.
 
-    A decoder may raise any exception. Each becomes a UserError that names the file.
+    Raises:
+        UserError: the image must be refused, or its decoder raises an exception of any type.
     """
     try:
         with warnings.catch_warnings():
@@ -186,7 +189,7 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
 
 
 def problem_of(image: Image.Image) -> str | None:
-    """Says why an image must be refused, and the remedy. Returns None if the image can be used."""
+    """Returns why an image must be refused, with a remedy. Returns None if the image can be used."""
     if image.width != image.height:
         return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
     if image.mode.startswith(("I", "F")):

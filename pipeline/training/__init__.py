@@ -1,3 +1,3 @@
-"""Trains models. Only the few files here, and osa/, can change the results of a run."""
+"""Trains models, and writes and reads the files of their runs."""
 
-HISTORY_COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")  # of history.csv
+HISTORY_COLUMNS = ("step", "epoch", "train_loss", "train_accuracy", "test_loss", "test_accuracy")  # columns of history.csv

@@ -14,11 +14,12 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 class GraphedStep:
     """Replays `step(images, labels)` for batches of one size. The constructor compares a replay with the step itself.
 
-    A graph always uses the same memory addresses. Each batch is therefore copied into the recorded batch, and each replay
-    overwrites the previous outputs. Recording changes the model and the optimisers. The constructor restores them in place.
+    A graph always uses the same memory addresses. A call therefore copies the batch into the tensors `images` and `labels`
+    of this object, and overwrites the outputs of the last call. Recording changes the model and the optimisers. The
+    constructor undoes these changes in place, even if the recording fails.
 
     Raises:
-        RuntimeError: the step cannot be recorded, or its replay differs. Both the model and the optimisers are restored.
+        RuntimeError: the step cannot be recorded, or a replay differs from the step.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], No
     """Records the kernels that `function` launches.
 
     Returns:
-        A function that replays the kernels, and the output tensors. Each replay overwrites the output tensors.
+        The pair (replay, outputs). The function `replay` launches the kernels again and overwrites the tensors `outputs`.
     """
     # Warm-up and recording use the same stream, since libraries initialise themselves once per stream.
     stream = torch.cuda.Stream()
@@ -80,7 +81,7 @@ class _State:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copies the tensors back in place. Optimiser state that the copy lacks becomes 0, its initial value."""
+        """Copies the saved values back in place. Optimiser state without a saved value becomes 0, its initial value."""
         for key, tensor in self._tensors().items():
             tensor.copy_(self.copies[key]) if key in self.copies else tensor.zero_()
 

@@ -1,6 +1,6 @@
 """Trains a model: builds it, draws batches, takes steps, and computes the points of Figure 1.
 
-An `Observer` does everything that cannot affect the results, such as the progress bar, the record and the checkpoints.
+An `Observer` shows the progress and writes the record and the checkpoints, none of which can affect the results.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from pipeline.data import idx
 from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
-PERTURBATION = 1e-6  # relative change of a weight, about ten times float32's rounding error
+PERTURBATION = 1e-6  # relative size of random changes of weights, about ten times float32's rounding error
 # Number of images per batch of an evaluation: 100 fit into a CPU's cache, and 2000 save kernel launches on a GPU
 EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 
@@ -33,8 +33,8 @@ EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 def configure_torch() -> None:
     """Configures torch so that a seed gives the same bits in every run on one machine, and large CPU tensors use huge pages.
 
-    Huge pages save time and change no bit. The environment variable THP_MEM_ALLOC_ENABLE=0 turns them off. Torch reads this
-    variable when it first allocates memory. Therefore call this function before any other function of torch.
+    Huge pages save time and change no result. Set the environment variable THP_MEM_ALLOC_ENABLE=0 to do without. Torch reads
+    this variable when it first allocates memory. Therefore call this function before any other function of torch.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -46,13 +46,13 @@ def configure_torch() -> None:
 
 
 def random_stream(seed: int, name: str) -> Generator:
-    """Returns a random generator for one purpose, `name`. A new purpose does not change the draws for the others."""
+    """Returns a random generator for the purpose `name`. Generators for different purposes are independent."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
-    """Builds the configured model. It is initialised on the CPU, so that every device starts from the same weights.
+    """Builds the configured model on the CPU, so that every device starts from the same weights.
 
     If `train.perturbation` is not 0, each weight is multiplied by 1 + PERTURBATION · z. The numbers z ~ N(0, 1) come from a
     separate random stream.
@@ -63,7 +63,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     try:
         config.check_images()
         model = osa.models.build_vit(config.options, generator=random_stream(seed, "init"))
-    except ValueError as error:  # some limits are checked only by layers, such as the minimum number of blocks
+    except ValueError as error:  # layers check further limits, such as the minimum number of blocks
         raise UserError(f"there is no such model: {error}.") from None
     if draw := config.train.perturbation:
         generator = random_stream(seed, f"perturbation/{draw}")
@@ -76,14 +76,15 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Creates AdamW, and Muon too if `train.optimizer` is "muon".
+    """Creates the optimisers: AdamW, and Muon too if `train.optimizer` is "muon".
 
     Muon then updates the weight matrices of the blocks. AdamW updates the embeddings, the head, biases, norms and alpha.
     Muon's update is scaled to a root mean square of 0.2 times the learning rate, which is typical of AdamW's update (Liu et
-    al. 2025, "Muon is scalable for LLM training", Section 2.2). Both can then use the same learning rate and weight decay.
+    al. 2025, "Muon is scalable for LLM training", Section 2.2). The two optimisers can therefore share one learning rate and
+    weight decay.
 
-    If `train.decay_all` is true, weight decay applies to every parameter. Otherwise it applies only to matrices. It never
-    applies to the parameters of a parametrisation. There, it would pull an orthogonal weight back to its initial value.
+    If `train.decay_all` is true, weight decay applies to every parameter. Otherwise weight decay applies only to matrices.
+    The parameters of a parametrisation have no weight decay, which would pull an orthogonal weight to its initial value.
     """
     train = config.train
 
@@ -110,7 +111,7 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
         betas=(train.betas[0], train.betas[1]),
         eps=train.eps,
         fused=True,
-        capturable=device.type == "cuda",  # keeps the step count on the device, where a graph can update it
+        capturable=device.type == "cuda",  # keeps the step count on the device, where a CUDA graph can update the count
     )
     optimizers: list[torch.optim.Optimizer] = [adamw]
     if matrices:
@@ -119,7 +120,7 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 
 
 def rate_factor(train: Train, step: int, steps: int) -> float:
-    """The factor by which the schedule scales the learning rate in a step, 1 ≤ `step` ≤ `steps`.
+    """Returns the factor by which the schedule multiplies the learning rate at `step`, 1 ≤ `step` ≤ `steps`.
 
     The factor rises linearly to 1 at step `warmup_steps`. After this step, it stays 1 if `train.schedule` is "constant".
     Otherwise it falls to 0 at the last step, along half a period of a cosine.
@@ -191,7 +192,7 @@ class Training:
         self.constraint = orthogonal.StiefelConstraint(self.model, keep) if keep else None
         self.optimizers = make_optimizers(self.model, config, device)
         self.with_graph = device.type == "cuda"
-        self.graphed: GraphedStep | None = None  # recorded at the first step
+        self.graphed: GraphedStep | None = None  # set by the first step on a GPU
         self.sampler = Batches(len(self.data.train_labels), config.train)
         self.steps = config.train.epochs * self.sampler.steps
         if config.train.warmup_steps >= self.steps:
@@ -199,7 +200,7 @@ class Training:
                 f"train.warmup_steps {config.train.warmup_steps} must be less than the {self.steps} steps of the run."
             )
         has_schedule = config.train.warmup_steps > 0 or config.train.schedule != "constant"
-        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # on the device, where a graph reads it
+        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # a CUDA graph reads the factor
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:
@@ -224,7 +225,7 @@ class Training:
 
     def _run_epoch(self, observer: Observer) -> None:
         progress, total = self.progress, _Total(self.device)
-        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch before an interruption
+        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch that an interrupted process took
         for i, (images, labels) in enumerate(self.batches(progress.epoch, done), done + 1):
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
@@ -254,9 +255,11 @@ class Training:
             yield self.data.train_images[batch], self.data.train_labels[batch]
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes a training step. Returns the loss and the number of correct predictions before the update, on the device.
+        """Takes a training step.
 
-        With a CUDA graph, the next step overwrites both returned tensors.
+        Returns:
+            The loss and the number of correct predictions before the update, as two tensors on the device. With a CUDA
+            graph, the next step overwrites these tensors.
         """
         self.progress.step += 1
         if self.rate_factor is not None:
@@ -302,9 +305,9 @@ class Training:
     def _scheduled(self) -> Iterator[None]:
         """Multiplies the change of every parameter inside the context by the schedule's factor.
 
-        This is the same as scaling the learning rate, since the updates of AdamW and Muon, including weight decay, are
-        proportional to the learning rate. We cannot scale the learning rate itself. Torch's Muon accepts only a float as its
-        learning rate, and a CUDA graph would record a float as a constant.
+        The result is the same as with a scaled learning rate, since the updates of AdamW and Muon, including weight decay,
+        are proportional to the learning rate. The learning rate itself cannot be scaled, because torch's Muon accepts only a
+        float, which a CUDA graph would record as a constant.
         """
         if self.rate_factor is None:
             yield
@@ -330,8 +333,10 @@ class Batches:
         self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """Returns the permutation of the images in an epoch. It depends only on the seed and the epoch. A resumed training
-        therefore needs no saved state of a generator."""
+        """Returns the order of the images in an epoch, a permutation of their indices.
+
+        The order depends only on the seed and the epoch. A resumed training therefore needs no saved generator.
+        """
         return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
 
 

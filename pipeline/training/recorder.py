@@ -1,4 +1,4 @@
-"""Trains a run and writes its files: record, curves, weights, and a checkpoint at every point."""
+"""Trains a run and writes its files: record, curves, weights, and a checkpoint at every point of the curves."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
-FORGOTTEN_SECONDS = 24 * 3600  # age at which the checkpoint of an interrupted training with other settings is deleted
+FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders of a run's old settings are deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
-# Phases of a run. The time of a phase is its total over all processes of the run.
+# Phases of a run. If a run was resumed, the time of a phase is the sum over all processes of the run.
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")
-# Raised when a damaged checkpoint is read
+# Errors that reading a damaged checkpoint can raise
 NOT_A_CHECKPOINT = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
 
 Watch = Callable[[Training], list[dict[str, float]]]
@@ -46,12 +46,12 @@ def train(
     """Trains a run and writes its files. Resumes an interrupted run. Uses CUDA if available.
 
     Args:
-        watch: function called at every point of the curves; the rows that it returns become watched.csv.
+        watch: a function that is called at every point of the curves. It returns rows of watched.csv.
         eager: do not use a CUDA graph.
         seconds_before: seconds that the process has spent on imports.
 
     Returns:
-        The record of this training. The file may already hold another record, from another training of the same run.
+        The record of this training, even if another training of the same run has meanwhile overwritten record.json.
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
@@ -70,30 +70,34 @@ def train(
 
 @dataclass
 class Times:
-    """Times, commits and watched rows of a run. The training does not depend on them."""
+    """The times, the commits and the rows of watched.csv of a run, none of which affects the training."""
 
     started_at: str = field(default_factory=provenance.now)
-    timestamps: list[int] = field(default_factory=list)  # Unix milliseconds, one per point
+    timestamps: list[int] = field(default_factory=list)  # Unix milliseconds of each point of the curves
     seconds: float = 0.0
     training_seconds: float = 0.0  # without the evaluations
     # Seconds of each phase. The field `seconds` excludes the phase "start".
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     images: int = 0
-    commits: list[str | None] = field(default_factory=list)  # one per process
+    commits: list[str | None] = field(default_factory=list)  # commit of each process that trained the run
     dirty: bool | None = None  # True if any process ran code with uncommitted changes
     watched: list[dict[str, float]] = field(default_factory=list)
 
 
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """Digest of everything that must match to resume: configuration, seed, data, `osa.NUMERICS`, device, threads, torch."""
+    """Returns a digest of configuration, seed, data, `osa.NUMERICS`, device, number of threads and version of torch.
+
+    A training resumes only from a checkpoint with the same digest.
+    """
     machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
     return files.json_digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 class Recorder(Observer):
-    """Writes a training's curves, record and checkpoint to the scratch folder at every point, and its results at the end.
+    """Writes the files of a training.
 
-    Other processes read the progress of a run in the scratch folder.
+    At every point of the curves, the recorder writes curves, record and checkpoint to the scratch folder, where other
+    processes read the progress. At the end, the recorder writes the files of `Run.files` and the final record.
     """
 
     bar: tqdm  # set by `restore`
@@ -181,7 +185,10 @@ class Recorder(Observer):
         self.times.seconds = self._before + time.perf_counter() - self._start
 
     def metrics(self) -> dict:
-        """The last point of the curves (not the best), the numbers of steps and parameters, and whether the run diverged."""
+        """Returns the content of metrics.json.
+
+        It holds the last point of the curves (not the best), numbers of steps and parameters, and whether the run diverged.
+        """
         progress = self.training.progress
         last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
         return last | {
@@ -192,7 +199,7 @@ class Recorder(Observer):
         }
 
     def description(self, status: Status, **digests: Any) -> RunRecord:
-        """The record of the run: configuration, machine, times and digests."""
+        """Returns the record of the run: configuration, machine, times and digests."""
         times = self.times
         return RunRecord(
             folder=records.place(self.run.folder),
@@ -268,7 +275,7 @@ def save_checkpoint(path: Path, training: Training, times: Times) -> None:
 
 
 def restore_checkpoint(path: Path, training: Training) -> Times:
-    """Restores a training from a checkpoint, and returns the saved times. Raises ValueError if the digest differs."""
+    """Restores a training from a checkpoint, and returns the saved times. Raises ValueError if the digest is wrong."""
     written = path.read_bytes()
     digest, content = written[:DIGEST_BYTES], written[DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:

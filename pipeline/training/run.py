@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
-SCRATCH = Path(".checkpoints")  # folder of runs that are training
+SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
 # Older values of osa.NUMERICS whose runs remain valid. Value 2 made two changes. The method "exact" balances other heads
 # than before, which changes only the last digits. The method "newton_schulz" iterates in float64 at norms that only a
 # failing initialisation reaches.
@@ -53,11 +53,11 @@ class Run:
     seed: int
     study: str = TABLE_2
     overrides: Overrides = field(default_factory=dict)
-    base: Path = Path()  # root of the repository, or of a copy
+    base: Path = Path()  # root of the repository or of a copy of it
 
     @classmethod
     def at(cls, folder: Path) -> Run:
-        """The run stored in a folder. Raises UserError if its record is damaged, or belongs to another run."""
+        """Returns the run stored in a folder. Raises UserError if the record is damaged, or belongs to another run."""
         record = records.parse(folder / RECORD, RunRecord, f"`git checkout {shlex.quote(str(folder))}`")
         run = cls(record.variant, record.seed, record.study, record.overrides, Path(*folder.parts[:-5]))
         if run.folder != folder:
@@ -132,13 +132,13 @@ class Run:
         return record
 
     def ended_record(self) -> RunRecord:
-        """Returns the run's record. Raises UserError if no training has ended, and in the cases that `record` names."""
+        """Returns the run's record, as `record` does. Raises UserError also if no training of the run has ended."""
         if (record := self.record()) is None:
             raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
         return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """True if the run is complete, and its record has this configuration and a valid `osa.NUMERICS`."""
+        """Returns whether the run is complete, and its record matches this configuration."""
         try:
             record = self.record()
         except UserError:
@@ -146,19 +146,18 @@ class Run:
         return record is not None and matches(record, config)
 
     def metrics(self) -> dict:
-        """The last point of the curves, and whether the run diverged."""
+        """Returns the content of metrics.json: the last point of the curves, and whether the run diverged."""
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:
-        """Returns the points of the curves. If a loss is not finite, the accuracy of the same split is meaningless and
-        becomes NaN."""
+        """Returns the points of the curves. An accuracy becomes NaN where the loss of the same split is not finite."""
         table = files.read_csv(self.files["history"])
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
         return table
 
     def load_model(self, config: RunConfig) -> VisionTransformer:
-        """The trained model. Raises UserError if the weights are absent, or do not match the record."""
+        """Returns the trained model. Raises UserError if the weights are absent, or do not match the record."""
         if not self.weights.exists():
             there = f"`git checkout {shlex.quote(str(self.weights))}` where git has it"
             raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.")
@@ -176,5 +175,5 @@ class Run:
 
 
 def matches(record: RunRecord, config: RunConfig) -> bool:
-    """True if a record has this configuration, and its `osa.NUMERICS` is still valid."""
+    """Returns whether a record has this configuration, and a value of `osa.NUMERICS` that is still valid."""
     return record.config == config and record.numerics in (*EARLIER_NUMERICS, NUMERICS)

@@ -181,7 +181,7 @@ def options(
     Args:
         group: the dataclass, such as `osa.options.Sizes`.
         absent: options that the section does not have.
-        optional: options that the user may omit. The library's default then applies. None means all options with a default.
+        optional: options that the user may omit for the library's default. None stands for all options that have a default.
         limits: further bounds. Each keyword is the name of an option. Its value holds keyword arguments of `Field`.
     """
     keys: dict[str, Any] = {}
@@ -494,7 +494,7 @@ def leaves(overrides: Overrides) -> dict[str, Any]:
 
 
 def without_stage(arguments: list[str]) -> list[str]:
-    """Splits a first argument that names a stage: train@osa_qr-10 becomes osa_qr and 10. Keeps all other arguments."""
+    """Splits the first argument if it names a DVC stage, as train@osa_qr-10 does, into variant and seed: osa_qr and 10."""
     first, *others = arguments or [""]
     is_stage = re.fullmatch(r"(?:.*:)?(?:train|evaluate)@(.*)", first, re.DOTALL)
     return [*is_stage[1].split("-"), *others] if is_stage else arguments

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
-    import pandas as pd  # slow to import, and training does not need it
+    import pandas as pd  # slow to import, and not needed to train
 
 ROOT = Path(__file__).resolve().parents[2]  # root of the repository that contains this file
 # Number of significant digits in files. Later digits of a result depend on the number of threads.

@@ -13,7 +13,7 @@ from pipeline.core import git
 from pipeline.core.files import ROOT
 
 if TYPE_CHECKING:
-    import torch  # slow to import, and reading records does not need it
+    import torch  # slow to import, and not needed to read records
 
 MAKES_NUMBERS = ("osa", "pipeline", "params.yaml", "dvc.yaml", "requirements.txt", ":(exclude)*.lock")
 WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words omitted from a short name

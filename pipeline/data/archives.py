@@ -46,7 +46,7 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """Yields the members of an archive. If several have the same name, yields only the last, which unpacking would keep."""
+    """Yields the members of an archive. Of members with equal names, yields only the last, which unpacking would keep."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:

@@ -25,7 +25,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 if TYPE_CHECKING:
-    import torch  # slow to import, and fetching or comparing data does not need it
+    import torch  # slow to import, and not needed to fetch or compare data
 
 IDX_IMAGES, IDX_LABELS = "{}-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"  # {} is the split: train or t10k
 OWN_IMAGES, OWN_LABELS = "{}-images.npy", "{}-labels.npy"

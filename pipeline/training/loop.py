@@ -165,7 +165,7 @@ class Observer:
         """Called before an evaluation, once the device has finished all steps."""
 
     def on_evaluation(self) -> None:
-        """Called after a point was added to the history. A checkpoint can be written then."""
+        """Called after a point was added to the history, when a checkpoint can be written."""
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:

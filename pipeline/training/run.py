@@ -118,7 +118,7 @@ class Run:
     def record(self) -> RunRecord | None:
         """Reads the run's record and verifies the files of the run. Returns None if no training of the run has ended.
 
-        Weights are verified only if they are there, since a clone may lack them.
+        The weights are verified only if their file exists, since a clone may lack the file.
 
         Raises:
             UserError: the record is damaged or belongs to another run, or a file does not match its digest.

@@ -1,8 +1,8 @@
-"""Ablations: what do the accuracies of Table 2 depend on, if the recipe is read with PyTorch's defaults?
+"""Ablations: what do the accuracies of Table 2 depend on, if PyTorch's defaults fill in what the paper's recipe leaves open?
 
 Each ablation changes one thing: the learning rate, one of the four details in which this reading differs from the first
-reading, the map exp, skip connections with LN, or the initial α. We compare each ablation with Table 2's runs. This needs a
-params.yaml that follows the same reading. Two further ablations change the initialisation, and the study
+reading, the map exp, skip connections with LN, or the initial α. We compare each ablation with Table 2's runs. For that,
+params.yaml must follow the same reading. Two further ablations change the initialisation, and the study
 attention_or_initialisation uses them. We wrote the rules and expectations before the first run. The page shows a claim once
 all runs of the claim have ended.
 """
@@ -30,9 +30,9 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each comparison of each claim. A claim has rows once all its runs have ended.
+    """Returns a row for each comparison of the claims whose runs have all ended.
 
-    Without the baselines of Table 2, no claim has rows.
+    There are no rows if `has_baselines` is false.
     """
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
@@ -50,7 +50,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def results_of_ablations(lab: Lab) -> Results:
-    """Returns this study's runs and their baselines in Table 2. The study attention_or_initialisation judges them too."""
+    """Returns this study's runs and their baselines in Table 2, for the study attention_or_initialisation."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
     return with_table_2(comparison.read(settings, own), own)
@@ -65,13 +65,20 @@ def with_table_2(tables: Tables, lab: Lab) -> Results:
 
 
 def has_baselines(lab: Lab) -> bool:
-    """Returns whether Table 2 has runs of all baselines, and params.yaml configures them as the study's reading does."""
+    """Returns whether Table 2's runs can serve as baselines.
+
+    Table 2 must have runs of all `BASELINES`, and params.yaml must give these models the configuration of this study's
+    reading of the recipe.
+    """
     table_2 = results_of(lab)
     return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 
 
 def described(settings: comparison.Settings, results: Results, name: str) -> dict[str, Any]:
-    """Returns a model's variant, its changes, and its accuracy. Names that are not in `settings` are models of Table 2."""
+    """Returns the variant, the changed settings and the accuracy of the runs called `name`.
+
+    A name that `settings` does not list is a model of Table 2, which changes no setting.
+    """
     training = settings.runs.get(name)
     return {
         "variant": training.variant if training else name,

@@ -13,17 +13,19 @@ from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE, ablations
 
-# Softmax with Xavier, softmax with Section 4's initialisation, OSA with Xavier, OSA with Section 4's initialisation
+# The cells: softmax with Xavier, softmax with Section 4's initialisation, OSA with Xavier, OSA with Section 4's
+# initialisation
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")
-ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}  # factor → the cell that changes only this factor
-# Weights of the cells. The weighted sum is the gain by Section 4's initialisation for OSA minus the gain for softmax.
+# factor → the cell that differs from softmax with Xavier only in this factor
+ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}
+# Weights of the cells' accuracies. The weighted sum is OSA's gain from Section 4's initialisation minus softmax's gain.
 INTERACTION = (1, -1, -1, 1)
 CLAIMS: tuple[str, ...] = ("attention_matters", "attention_matters_with_xavier")
 CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns `four_cells` for the first reading of the paper and for Table 2's reading."""
+    """Compares the four cells in the first reading of the recipe and in Table 2's reading."""
     return {
         "first": four_cells(Results(tables, comparison.first_reading(lab))),
         "table_2": four_cells(ablations.results_of_ablations(lab)),

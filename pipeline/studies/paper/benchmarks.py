@@ -1,4 +1,4 @@
-"""How fast is OSA on several machines? We ran the scripts in pipeline/benchmarks by hand, and read their timings here.
+"""How fast is OSA on several machines? The scripts in pipeline/benchmarks timed it, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
 The literal formulas test this expectation. Our methods do not test it: both methods use the same matrix products, and no
@@ -33,9 +33,9 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns the time of Newton–Schulz divided by the time of QR, for one head of the paper's models.
+    """Returns two ratios of the time of Newton–Schulz to the time of QR, for one head of the paper's models.
 
-    The result has a ratio for the literal formulas and a ratio for our methods.
+    One ratio compares the paper's literal formulas, and the other ratio compares our methods.
     """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
@@ -67,7 +67,7 @@ def against_softmax(path: Path) -> dict[str, Any]:
 def on_cpu(path: Path) -> dict[str, Any]:
     """Returns the time of each model's step on a CPU divided by the time of ViT's step.
 
-    The weights are trained weights if the benchmark timed these.
+    The models have trained weights if the benchmark timed trained weights, and initial weights otherwise.
     """
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))

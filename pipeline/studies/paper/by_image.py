@@ -22,8 +22,8 @@ FEWEST_RUNS = 2  # minimum number of runs for an interval
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns `models` and `comparisons`.
 
-    models        a row for each model: final loss, accuracy, calibration error, and the accuracy of its runs' majority vote
-    comparisons   the `means` of each comparison of accuracies, by claim. Their intervals are over seeds and images.
+    models        a row for each model: accuracy, test loss, calibration error, and the accuracy of its runs' majority vote
+    comparisons   for each claim, the `means` of each comparison of accuracies
     """
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
@@ -37,7 +37,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
     """Returns an array (runs, images) for each model.
 
     An entry is 1 if the run classifies the test image correctly, and 0 otherwise. For a run that diverged, all entries are
-    the accuracy of guessing.
+    0.1, the accuracy of guessing.
     """
     if "mistakes" not in tables or tables["per_class"].empty:
         return {}
@@ -52,7 +52,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns a claim's contrast of mean accuracies and the interval of the contrast, in points.
+    """Returns a claim's contrast of mean accuracies and its interval over seeds and images, in points.
 
     Returns None if a model has fewer than two runs.
     """

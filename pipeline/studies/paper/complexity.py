@@ -46,7 +46,7 @@ METHODS: dict[str, Method] = {  # model → the method of its attention
     "osa_cayley": "cayley",
     "osa_qr_literal": "qr_literal",
 }
-SMALLEST = 64  # minimum N of the first sweep. After 8 doublings, N is 16,384. The paper has N = 50.
+SMALLEST = 64  # minimum N of the first sweep, close to the paper's N = 50
 NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
@@ -59,19 +59,20 @@ class Settings(Section):
     largest_tokens: PositiveInt
     repeats: PositiveInt
     width: PositiveInt = 16  # d_v while N varies, as in the paper
-    widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # values of d at N = `tokens`
+    widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # values of d in the second sweep, which has N = `tokens`
     tokens: PositiveInt = 2048
-    joint: Sizes = Field([8, 16, 32, 64, 128])  # values of d at N = `tokens_per_width` · d
+    joint: Sizes = Field([8, 16, 32, 64, 128])  # values of d in the third sweep, which has N = `tokens_per_width` · d
     tokens_per_width: PositiveInt = 32
-    # Maximum N for calls that form N×N matrices. Several matrices of 64 MiB exist at the same time.
+    # Maximum N for calls that form N×N matrices. At N = 4096 a matrix takes 64 MiB, and several exist at the same time.
     most_tokens_matrix: PositiveInt = 4096
     # Maximum N for the exponential of an N×N matrix. Its backward pass needs 2N×2N matrices.
     most_tokens_exponential: PositiveInt = 1024
-    sample_seconds: PositiveFloat = 0.005  # a sample repeats its call for this time, far above the clock's resolution
+    sample_seconds: PositiveFloat = 0.005  # a sample repeats a call for this time, far above the clock's resolution
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        least = 256 * self.width  # from this N on, N×N terms dominate N×d terms at all fitted sizes
+        # If the largest N is this or more, slopes are fitted to sizes at which N×N terms dominate N×d terms.
+        least = 256 * self.width
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -135,7 +136,7 @@ def parts(x: Inputs) -> dict[str, Call]:
     """Returns a call for each row of Table 1, and calls of whole attention.
 
     The call of a row takes the results of earlier rows as inputs. The rows `small` and `application` have a second call,
-    which forms an N×N matrix, since it multiplies in the order in which the paper writes the product. The calls of whole
+    which multiplies in the order in which the paper writes the product, and thus forms an N×N matrix. The calls of whole
     attention are OSA by every method, and torch's softmax. Two further calls form the N×N matrix of softmax and of exp(S).
     """
     qkv = (x.query, x.key, x.value)
@@ -143,7 +144,7 @@ def parts(x: Inputs) -> dict[str, Call]:
     qr, newton_schulz = partial(qr_basis, dtype=m.dtype), partial(newton_schulz_basis, epsilon=EPSILON, dtype=m.dtype)
     basis = qr(m)  # (1, 1, N, 2d)
     small = small_skew(x.scale, basis, m)  # (1, 1, 2d, 2d)
-    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # matrix_exp takes more products for a larger ‖[S]‖₁
+    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # fixed ‖[S]‖₁, since a larger norm costs more products
     factors = (basis, torch.linalg.matrix_exp(small), x.value)
     osa = {name: partial(orthogonal_attention, scale=x.scale, method=method) for name, method in METHODS.items()}
     return {
@@ -183,7 +184,7 @@ def small_skew(scale: float, basis: Tensor, m: Tensor) -> Tensor:
 
 
 def small_skew_dense(scale: float, basis: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns [S] = BᵀSB (Eq. 7). It forms the N×N matrix S."""
+    """Returns [S] = BᵀSB (Eq. 7), and forms the N×N matrix S."""
     return basis.mT @ (skew(scale, query, key) @ basis)
 
 
@@ -199,13 +200,13 @@ def apply(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
 
 
 def apply_dense(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Returns A V with A = I + B (exp[S] − I) Bᵀ (Eq. 6). It forms the N×N matrix A."""
+    """Returns A V with A = I + B (exp[S] − I) Bᵀ (Eq. 6), and forms the N×N matrix A."""
     identity, small_identity = (torch.eye(n, dtype=value.dtype, device=value.device) for n in basis.shape[-2:])
     return (identity + basis @ (exponential - small_identity) @ basis.mT) @ value
 
 
 def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns softmax(QKᵀ/√d) V. It forms the N×N matrix."""
+    """Returns softmax(QKᵀ/√d) V, and forms the N×N matrix of softmax."""
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
@@ -216,12 +217,13 @@ ORDERS = {  # part → its key in `orders` of paper.yaml
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-# Sweep → the symbols in which the sweep measures a degree. The two degrees of an order tell it from the other orders.
+# sweep → the sizes that grow along the sweep: N alone, or both N and d
 JUDGED = {"tokens": "N", "joint": "Nd"}
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
-FIT_POINTS = 4  # number of a sweep's largest sizes to which a slope is fitted, since exponents are asymptotic
+FIT_POINTS = 4  # a slope is fitted to this many of a sweep's largest sizes, since exponents are asymptotic
 # The maximum by which a slope may exceed an exponent. A wrong power adds 1 to the slope. Over three doublings, one more
-# Taylor term or squaring after 15 adds 0.03. A lower-order term that is 10 % of the smallest count changes it by 0.04.
+# Taylor term or squaring after 15 adds 0.03 to the slope, and a lower-order term that is 10 % of the smallest count changes
+# the slope by 0.04.
 TOLERANCE = 0.05
 
 
@@ -231,7 +233,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     components          each component's order in the paper and its `slopes`
     table_1             the maximum excess of a component's slope over the paper's exponent
     linear              the maximum excess of a slope of whole OSA over the paper's exponent
-    formed              the slopes over N of the operations of Eq. 7 with S formed, and of Eq. 6 with A formed
+    formed              the slopes of operations over N if Eq. 7 forms S, and if Eq. 6 forms A
     crossings           the N above which OSA is faster than softmax
     softmax_over_osa    softmax's time divided by OSA's time at `largest_tokens`
     memory_over_fused   OSA's bytes divided by softmax's bytes at `largest_tokens`

@@ -20,11 +20,11 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
 
 CLAIM = "osa_matches_vit"
-FAMILY = 5  # number of primary comparisons in Holm's correction
+FAMILY = 5  # number of primary comparisons, for Holm's correction
 
 
 class Settings(comparison.Settings):
-    spreads: dict[Name, PositiveFloat]  # standard deviations of seeds 10 to 14, in points
+    spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy over seeds 10 to 14, in points
     differences: list[float] = Field(min_length=1)  # true differences in points, for which the power is simulated
 
 
@@ -45,14 +45,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns this study's verdict for section_5. Returns None until all runs have ended."""
+    """Returns this study's verdict to the study section_5, or None until all runs have ended."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
     return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:
-    """Returns the verdict of a claim's first comparison. Returns None while a run of one of its models is missing."""
+    """Returns the verdict on a claim's first comparison, or None while a run of one of the two models is missing."""
     first, second = claim.compare[0]
     if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
         return None

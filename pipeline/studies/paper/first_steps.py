@@ -67,10 +67,7 @@ def steps_of(training: Training, steps: int) -> pd.DataFrame:
 
 @torch.no_grad()
 def extremes(training: Training) -> dict[str, float]:
-    """Returns the maximum of ‖S‖₂, the maximum of ‖A‖₂ and the minimum of σ_min(A).
-
-    They are taken over all layers, all heads and `LAYER_IMAGES` images.
-    """
+    """Returns the maxima of ‖S‖₂ and ‖A‖₂ and the minimum of σ_min(A) over layers, heads and `LAYER_IMAGES` images."""
     norms, largest, smallest = [], [], []
     for layer, x in attention_inputs(training.model, training.data.test_images[:LAYER_IMAGES]):
         assert isinstance(layer, OrthogonalSelfAttention)
@@ -88,19 +85,20 @@ def extremes(training: Training) -> dict[str, float]:
 
 
 def learns(losses: pd.Series, steps: int) -> bool:
-    """Returns whether a run learns. A run that ended early, at a loss that is not finite, does not learn."""
+    """Returns whether the mean loss of a run's last steps is below `LEARNT`.
+
+    Returns False for a run that ended early, at a loss that is not finite.
+    """
     return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's seeds that fail, and the extremes over its runs in float32.
+    """Returns the numbers of failing seeds over all models, and `models` with the following keys for each model.
 
     failing          the seeds that fail in float32
     failing_double   the seeds that fail in float64
-    learning         `extremes_of` the runs that learn
-    lost             `extremes_of` the runs that fail
-
-    Beside `models`, `failing` and `failing_double` are the numbers of these seeds over all models.
+    learning         the `extremes_of` the float32 runs that learn
+    lost             the `extremes_of` the float32 runs that fail
     """
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
@@ -125,7 +123,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
-    """Returns the largest ‖S‖₂ and the smallest σ_min(A) over all steps of these runs, or None without runs."""
+    """Returns the largest ‖S‖₂ and the smallest σ_min(A) in the rows, or None if there are no rows."""
     return None if rows.empty else {"skew_norm": rows["skew_norm"].max(), "smallest": rows["smallest"].min()}
 
 

@@ -9,11 +9,11 @@ from pipeline.statistics.intervals import contrast, summary_of, t_interval
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 
-MARGIN = 1.0  # points: a larger change would matter to Section 5's comparisons
+MARGIN = 1.0  # a change of more points would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes` in several forms, and two counts.
+    """Returns the rows of `changes`, grouped in three ways, and two counts.
 
     topics    the number of details that the paper leaves open
     tried     the rows of all choices, by key of params.yaml
@@ -38,9 +38,9 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
     """Returns a row for each choice: its accuracy, and the change of the accuracy with a 95 % interval.
 
-    The change is the difference from those runs of the first reading that start. We assume that both samples have the same
-    spread, as if the choice changed nothing. One run of a choice is then enough for an interval. A choice matters if its
-    whole interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
+    The change is the difference from the mean accuracy of the first reading's runs that start. We assume that both samples
+    have the same spread, so that one run of a choice is enough for an interval. A choice matters if its whole interval lies
+    beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():

@@ -1,9 +1,9 @@
-"""Compares OSA without skips and LN with ViT on CIFAR-10. Each model has the better of two optimisers.
+"""Compares ViT with OSA without skips and LN on CIFAR-10. Each model has the better of two optimisers.
 
 Short trainings search for the best of three learning rates for each model and optimiser. The best rate is the rate with the
-lowest train loss after the last epoch. We do not choose by test accuracy, since that would use the test set twice. Long
-trainings at the best rate follow, with other seeds. For each model we take the optimiser whose long trainings end with the
-lower mean train loss. We wrote the claim before the first run. The page shows nothing until all runs have ended.
+lowest train loss after the last epoch. A choice by test accuracy would use the test set twice. Long trainings at the best
+rate follow, with other seeds. For each model we take the optimiser whose long trainings end with the lower mean train loss.
+We wrote the claim before the first run. The page shows nothing until all runs have ended.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class Settings(Section):
     """Every optimiser trains every model at every rate with `search_seed`, and then at the best rate with `seeds`."""
 
     reading: Name  # a key of readings in pipeline/paper.yaml
-    set: Overrides  # values replaced in all trainings
+    set: Overrides  # values that replace the reading's values in all trainings
     models: dict[Name, Name]  # name in the claim → variant
     optimizers: Annotated[list[str], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
@@ -52,7 +52,7 @@ def search_requests(settings: Settings, model: str, optimizer: str) -> dict[floa
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
     """Returns the rate whose short training ends with the lowest train loss.
 
-    A training that diverged has an infinite loss. Returns None until all short trainings have ended.
+    The loss of a training that diverged counts as infinite. Returns None until all short trainings have ended.
     """
     requests = search_requests(settings, model, optimizer)
     losses = {}
@@ -66,7 +66,7 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
     """Yields the name and request of each short training and of each long training.
 
-    The long trainings of a model and optimiser follow once all their short trainings have ended.
+    For each pair of a model and an optimiser, the long trainings follow once all short trainings of the pair have ended.
     """
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():
@@ -118,7 +118,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def mean_loss(results: Results, name: str) -> float:
-    """Returns the mean of the last train losses. A diverged run has the loss of guessing."""
+    """Returns the mean of the runs' last train losses. A run that diverged counts with the loss of guessing."""
     losses = results.losses(name)
     return sum(losses) / len(losses)
 

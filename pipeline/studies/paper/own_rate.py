@@ -4,7 +4,7 @@ We declared the following before the first run. A search trains each model by Ta
 and holds out 5,000 training images. The best rate is the rate with the lowest loss on these images, and nothing else counts.
 If the highest of the three rates is the best, the search also tries a higher rate. The page says whether the best rate is
 the lowest or highest rate that was tried. A training that diverges has an infinite loss. We then train five new seeds of
-each model at its best rate. They decide the claim by the limit and the test of the study `decision`.
+each model at its best rate. These runs decide the claim by the limit and the test of `decision`.
 """
 
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ class Settings(Section):
     reading: Name  # a key of readings in pipeline/paper.yaml
     models: Annotated[list[Name], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
-    last_rate: PositiveFloat  # tried if the highest of `rates` is the best
+    last_rate: PositiveFloat  # the search tries this rate if the highest of `rates` is the best
     held_out: PositiveInt  # number of training images whose loss decides a search
     search_seed: Seed
     seeds: Seeds
-    spreads: dict[Name, PositiveFloat]  # as in the study decision
+    spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy, in points, as in the study decision
     differences: list[float]
 
 
@@ -54,7 +54,7 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    """Returns the last loss of a search on the held-out images. The run records it as test loss."""
+    """Returns the last loss on the held-out images, which the run of a search records as test loss."""
     return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 
@@ -110,7 +110,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns this study's verdict for section_5. Returns None until all runs have ended."""
+    """Returns this study's verdict to the study section_5, or None until all runs have ended."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
     return decision.judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))

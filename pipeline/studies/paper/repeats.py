@@ -1,8 +1,8 @@
-"""Does a training repeat? Some runs of Table 2 and of the first reading were trained again: by another process, for another
-study, or here since the last commit.
+"""Does a second training give the same result? Some runs of Table 2 and of the first reading were trained again: by another
+process, for another study, or here since the last commit.
 
-On the same kind of machine every bit of the weights and curves repeats. On another kind of machine rounding differs. The
-accuracy can then differ as much as between seeds.
+On the same kind of machine every bit of the weights and curves is the same. On another kind of machine rounding differs, and
+the accuracy can differ as much as between seeds.
 """
 
 import json
@@ -70,7 +70,7 @@ def ended_run(run: Run) -> EndedRun | None:
 
 
 def committed_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run in the last commit, or None if one of them is missing."""
+    """Returns the record and metrics of a run in the last commit, or None if either file is missing."""
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None

@@ -34,14 +34,14 @@ from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate
 
 RULES_FILE = Path(__file__).with_name("rules.csv")  # the verdicts on seeds 0 to 9 by each of three rules
 PRIMARY = ("osa_matches_vit", "osa_approaches_vit_speed", "osa_beats_noskip", "osa_faster_than_noskip")
-FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # primary claims that new seeds decide
+FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # primary claim → its verdict by new seeds
 ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits, in points and as ratios
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # limits of the axes for differences in points and for ratios
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training: one for each point of a curve except the last
+FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training, for `epoch_ratios`
 
 
 def results_of(lab: Lab) -> Results:
@@ -98,7 +98,7 @@ def baseline(claim: AnyClaim) -> str:
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """Returns the verdicts of new seeds on the claims in `FRESH`. It leaves out claims that still wait for runs."""
+    """Returns the verdicts of new seeds on the claims in `FRESH`, except for claims that still wait for runs."""
     found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
@@ -107,7 +107,7 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     """Summarises the verdicts of the primary comparisons; `fresh` verdicts replace Table 2's.
 
     Returns:
-        The counts of `count`, and
+        The numbers that `count` returns, and
 
         reproduces         the names of the comparisons that are reproduced
         leaves_open        the names of the comparisons that are undecided
@@ -118,7 +118,8 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh
     p_values = {name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()}
-    waiting = dict.fromkeys(FRESH, 1.0) if fresh else {}  # the declared family includes comparisons that wait for runs
+    # Comparisons that wait for runs belong to the declared family, so they count with p = 1.
+    waiting = dict.fromkeys(FRESH, 1.0) if fresh else {}
     adjusted = holm(waiting | p_values)
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
     return count(verdicts.values()) | {
@@ -131,7 +132,7 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts the verdicts by `word`."""
+    """Returns the number of verdicts with each word, of all verdicts, and of verdicts that are open."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
@@ -141,7 +142,7 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
     """Returns a row for each train loss that the second model reaches after one of `FRACTIONS` of its training.
 
     loss    the train loss
-    epoch   the median epoch at which the second model reaches it
+    epoch   the median epoch at which the second model reaches this loss
     ratio   the first model's epochs to this loss divided by the second model's epochs, estimated as in claims of speed
 
     If half of the runs of a model never reach a loss, the loss has no row.
@@ -158,9 +159,9 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the epoch of the second model's training from which on the first model stays ahead.
+    """Returns the second model's epoch from which on the first model reaches every train loss in fewer epochs.
 
-    Returns None if the first model is behind at the lowest loss that both models reach.
+    Returns None if the first model needs as many or more epochs to the lowest loss that both models reach.
     """
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
@@ -192,7 +193,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws a dot for each run of Table 2 and a bar for the paper's number. Log-odds spread the values near 100 %."""
+    """Draws a dot for each run of Table 2 and a bar for the paper's number. A log-odds axis spreads values near 100 %."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
@@ -229,7 +230,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
             if len(table):
                 last = table[["loss", "ratio"]].iloc[-1]
                 axes.plot(*last, ".", color=looks.look_of(model).colour)  # makes a curve of one point visible
-                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # away from the dashed line
+                side = "bottom" if last["ratio"] > claim.at_most_factor else "top"  # the label avoids the dashed line
                 axes.annotate(lab.label(model), last, xytext=(3, 0), textcoords="offset points", va=side)
         axes.axhline(claim.at_most_factor, **charts.EXPECTED)
         judged_at = target_loss(results.curves_of_starting(second), claim.of_training)

@@ -90,7 +90,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """Returns ‖A − exp(S)‖₂, (...). A is by `method` in the dtype of the inputs; exp(S) is a dense matrix in float64."""
+    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the dtype of the inputs. exp(S) is a dense float64 matrix."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 
@@ -99,9 +99,9 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
     """Bounds the rounding in `exponential_error`: γ (1 + μ) for "qr" and γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
     γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, whether or not S is formed. The error of exp(S) is at most the
-    error of S (Lemma C.7). The method "exact" multiplies Z, with ‖Z‖₂ ≤ μ, by vectors of norm ‖M‖₂. It multiplies the result
-    by scale · ‖M‖₂, so μ enters twice. The functions of Z between these products act as functions of S, and their norms are
-    at most 1.
+    error of S (Lemma C.7). The method "exact" computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The
+    products with Z add one factor μ to the error, and the products with scale · M and Mᵀ add another factor μ. The functions
+    of Z between these products act as functions of S, and their norms are at most 1.
 
     Args:
         query, key: (..., N, d_v).

@@ -29,8 +29,8 @@ from pipeline.studies.lab import Lab
 
 ORTHOGONAL_METHODS = ("qr", "exact")  # methods whose A is orthogonal up to rounding
 SOFTMAX_STACKS = ("softmax", "softmax, skip")  # stacks for comparison
-# Maximum relative change of an eigenvalue. Rounding changes it by about 64 layers · eps · cond(X) = 1.4e-11, for a condition
-# number of about 1,000.
+# Maximum relative change of an eigenvalue. Rounding alone gives about 64 layers · eps · cond(X) = 1.4e-11, for a
+# condition number of about 1,000.
 TOLERANCE = 1e-10
 
 
@@ -84,7 +84,7 @@ def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
 
 
 def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, each (d, d). All stacks of a seed share them."""
+    """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, each (d, d). All stacks of a seed share these weights."""
     generator = lab.generator(seed, "theory/stack")
     draw = lambda: stiefel_uniform(width, width, generator=generator, dtype=torch.float64)  # noqa: E731
     return [(draw(), draw(), draw() @ draw()) for _ in range(settings.depths[-1])]
@@ -112,8 +112,8 @@ def attention_stack(
 def kernel_eigenvalues(x: Tensor) -> Tensor:
     """Returns the min(N, d) largest eigenvalues of Σ = X Xᵀ, in descending order, for X (N, d).
 
-    They are the squares of the singular values of X. The other eigenvalues are zero. An eigendecomposition of X Xᵀ would
-    lose eigenvalues below eps · λ₁.
+    The other eigenvalues are zero. We square the singular values of X, since an eigendecomposition of X Xᵀ would lose
+    eigenvalues below eps · λ₁.
     """
     return torch.linalg.svdvals(x).square()
 
@@ -165,7 +165,8 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     for axes, (stack, title) in zip(panels, stacks.items(), strict=True):
         wide = spectra[spectra["stack"] == stack].pivot(index="depth", columns="index", values="eigenvalue")
         relative = wide.div(wide[1], axis=0)
-        relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)  # lines end below the axis
+        # Each line ends at its first point below the axes.
+        relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)
         for (i, line), colour in zip(relative.items(), charts.ramp(wide.shape[1]), strict=True):
             axes.plot(line, color=colour, linewidth=0.9, solid_capstyle="round", zorder=100 - i)
         charts.logarithmic(axes, "y", numticks=4)

@@ -1,6 +1,6 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
-The proof needs a B whose singular values σᵢ are at most 1. With Newton–Schulz (Eq. 9) they are, so the bounds check the
+The proof needs a B whose singular values σᵢ are at most 1. Newton–Schulz (Eq. 9) gives such a B, so the bounds check the
 code. Do the bounds hold with Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in the layers of
 a model? We vary K, cond(M) and ‖S‖₂. We also measure the layers of the models as initialised, with the K of each model.
 """
@@ -39,7 +39,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUND_COLUMNS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one dash pattern for each condition number of M
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one dash pattern for each condition number in the figure
 
 
 class Settings(Section):
@@ -146,11 +146,15 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Checks the bounds, and summarises ‖AᵀA − I‖₂ in layers.
 
-    eq_10, eq_11    the worst case of each bound for Newton–Schulz
-    polar_express   the number of cases, the number of cases whose error exceeds Eq. 10, the maximum ratio of the error to
-                    Eq. 10, the maximum K at which the error exceeds Eq. 10, and the worst case of the general bound
-    initial         the largest ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised
-    trained         for each trained model, the summary over seeds of the largest ‖AᵀA − I‖₂
+    eq_10, eq_11        the worst case of each bound for Newton–Schulz
+    polar_express       the following keys for Polar Express
+        cases           the number of cases
+        above_10        the number of cases whose error exceeds Eq. 10
+        most_above_10   the maximum ratio of the error to Eq. 10
+        last_above_10   the maximum K at which the error exceeds Eq. 10; 0 if no error exceeds Eq. 10
+        general         the worst case of the bound for B of any norm
+    initial             the largest ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised
+    trained             for each trained model, the summary over seeds of the largest ‖AᵀA − I‖₂
     """
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))

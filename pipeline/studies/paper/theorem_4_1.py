@@ -19,7 +19,7 @@ from pipeline.studies import Study, Tables
 from pipeline.studies._summaries import worst_case
 from pipeline.studies.lab import Lab
 
-SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h. In (11, 12, 2), N is less than 2d_v = 12.
+SIZES = ((5, 12, 3), (11, 12, 2), (17, 8, 4))  # N, d, h. In the first two sizes, N is less than 2d_v.
 ALPHA = 1.0  # with this α, J₁ is about as large as J₂
 
 
@@ -66,9 +66,9 @@ def terms_and_jacobian(
 def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> Tensor:
     """Returns ∂vec A/∂vec X of A = exp(S), (N², N·d), without automatic differentiation.
 
-    ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). Let U be the eigenvectors of
-    iS and λ its eigenvalues. In this basis, the integral of Eq. 79 is an elementwise product: Uᴴ ∂A U = Φ ∘ (Uᴴ ∂S U) with
-    Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
+    ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). Let U be the matrix of
+    eigenvectors of iS, and λᵢ the eigenvalues. In this basis, the integral of Eq. 79 is an elementwise product:
+    Uᴴ ∂A U = Φ ∘ (Uᴴ ∂S U) with Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
     """
     tokens, width = x.shape
     directions = torch.eye(tokens * width, dtype=x.dtype).unflatten(1, (width, tokens)).mT  # (N·d, N, d)

@@ -65,7 +65,7 @@ def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the largest |σ − 1| in each precision."""
+    """Checks the largest |σ − 1| of Section 4's initialisation in each precision."""
     weights = tables["weights"]
     checks = {}
     for dtype, own in weights[weights["source"] == SECTION_4].groupby("dtype"):

@@ -35,11 +35,11 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-# The maximum α that fits use. Up to this α, ‖S‖ < 0.05, so the next order in α is below 5 % of the first order.
+# The maximum α to which a slope is fitted. Up to this α, ‖S‖ < 0.05, so the next order in α is below 5 % of the first order.
 FIT_BELOW = 1e-3
 # The next order can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
 SLOPE_TOLERANCE = 0.01
-MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line for layers as initialised
+MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for layers as initialised
 
 
 class Settings(Section):
@@ -186,7 +186,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     }
     trained = trained_layers(lab, "layer", "layer_kappa", "jacobian_kappa")
     trained = trained[trained["variant"] == MODEL].groupby("layer")[["layer_kappa", "jacobian_kappa"]].median()
-    trained.index += 1  # the stage `evaluate` counts layers from 0
+    trained.index += 1  # the figure counts layers from 1, and the stage `evaluate` from 0
     if len(trained):
         lines |= {
             "whole layer, trained": (trained["layer_kappa"], PALETTE[4], "-"),

@@ -27,9 +27,9 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns the names of the machines, and a row for each OSA model and each baseline.
 
     models    the OSA model and the baseline
-    epochs    the verdict on the ratio of their epochs
+    epochs    the verdict on the ratio of the two models' epochs
     keeps     the smallest limit with which the claim is reproduced
-    seconds   the ratio of their seconds on each machine; NaN if the machine has not timed both models
+    seconds   the ratio of the two models' seconds on each machine; NaN if the machine has not timed both models
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
@@ -46,8 +46,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, Mapping[str, float]]:
     """Returns the seconds of each model's training step, by machine.
 
-    CPUs come first. Models on CPUs have trained weights if the benchmark timed these. Models on GPUs have weights as
-    initialised, and replay CUDA graphs.
+    CPUs come first. Models on CPUs have trained weights if the benchmark timed trained weights, and initial weights
+    otherwise. Models on GPUs have initial weights, and replay CUDA graphs.
     """
     machines: dict[str, Mapping[str, float]] = {}
     for path in measured("step.csv"):

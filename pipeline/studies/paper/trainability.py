@@ -24,7 +24,7 @@ from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
 
-OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # without skips and normalisation
+OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # models without skips and normalisation
 MLPS = ("suo", "xavier")  # values of a variant's `mlp_init`
 MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_noskip", "xavier")]
 
@@ -33,7 +33,7 @@ class Settings(Section):
     seeds: Seeds
     depths: Depths
     gradient_images: PositiveInt = 16  # number of test images for the loss whose gradient is measured
-    samples: PositiveInt = 8  # number of draws for Hutchinson's estimate of a Frobenius norm: an error of a few per cent
+    samples: PositiveInt = 8  # draws for Hutchinson's estimate of a Frobenius norm; 8 draws give an error of a few per cent
     # A few iterations are enough. In a product of many matrices, one singular value is much larger than the others.
     power_iterations: PositiveInt = 10
 
@@ -52,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        # The network of this Jacobian has no MLPs. So we measure the Jacobian once per variant, and not for each `mlp`.
+        # `attention_jacobian` leaves out the MLPs, so we call it once per variant, and not for each `mlp`.
         if mlp == lab.config(variant).variant.mlp_init:
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
@@ -82,7 +82,7 @@ def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> 
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
-    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀, which is not formed. The network has skips and norms but no MLPs."""
+    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ for the network without MLPs, and does not form the Jacobian."""
 
     def attend(x: Tensor) -> Tensor:
         for block, attention, _ in blocks_of(model):

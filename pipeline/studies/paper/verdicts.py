@@ -22,11 +22,11 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import ABOUT_OSA
 
-RUNS_OF_A_MODEL = (3, 5, 10)  # number of runs per model
-FAILING = (0.0, 0.1)  # share of runs that fail to start
-# The mean and the standard deviation of runs that fail. The second model's runs that start have mean 0.
+RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
+FAILING = (0.0, 0.1)  # shares of runs that fail to start
+# Mean and standard deviation of runs that fail, relative to the mean of the second model's runs that start.
 FAILED, SCATTER = -50.0, 10.0
-PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # we compare the first model with each other one, in accuracy and speed
+PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
 
 class Settings(Section):
@@ -43,7 +43,7 @@ def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) 
 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
-    """Judges the primary comparisons with the truth at each limit.
+    """Judges the primary comparisons of one simulated experiment, in which the truth lies at the limit of each claim.
 
     Returns "reproduced" if at least one comparison passes Holm's test, and "" otherwise.
     """

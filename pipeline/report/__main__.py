@@ -40,7 +40,7 @@ PAGES = {"paper": "report", "research": "research", "demonstration": "report"}
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
 # The page `paper` also quotes numbers of these studies, which are shown on the page `research`.
 QUOTED = {"paper": ("ablations", "harder_data")}
-NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # each has one subfolder per page
+NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # both folders have a subfolder for each page
 NARROW_FIGURES = FIGURES / "narrow"  # the same figures for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # pages that are stages of dvc.yaml

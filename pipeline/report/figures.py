@@ -26,7 +26,7 @@ UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</ts
 CACHE = Path(".checkpoints/figures")  # cache of drawn figures
 RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
-NARROW_INCHES = 3.6, 2.8  # width of a figure for phones, and maximum height of each panel in a stack, in inches
+NARROW_INCHES = 3.6, 2.8  # for phones: width of a figure, and maximum height of a panel
 INVISIBLE = re.compile(  # parts of matplotlib's SVG that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
@@ -48,7 +48,7 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
             drawn = dict(list(histories.groupby("variant")))
             for variant in filter(drawn.__contains__, params.run.variants):
                 points, look = drawn[variant], look_of(variant, params.variants)
-                wide = points.pivot(index="epoch", columns="seed", values=curve)  # a diverged run ends early
+                wide = points.pivot(index="epoch", columns="seed", values=curve)  # columns of diverged runs end with NaN
                 for seed in wide:
                     thin = {"color": look.colour, "alpha": 0.35, "linewidth": 0.5}
                     axes.plot(wide[seed].dropna(), gid=f"{curve}.{variant}.{seed}", **thin)
@@ -96,7 +96,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
 
 
 def cached(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Returns the files of a figure. Takes them from the cache if their inputs have not changed, and calls `draw` otherwise.
+    """Returns the files of a figure: from the cache if the figure's inputs have not changed, otherwise from `draw()`.
 
     Args:
         place: name of the figure in the cache.

@@ -93,7 +93,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 def share_above(values: Sequence[float], level: float) -> float:
     """The probability that one more run exceeds `level`, if runs are normally distributed; NaN for a single value."""
-    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 minus the mean
+    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error for one more run
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 

@@ -64,7 +64,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """Measures a finished run. Returns floats as `rounded(value)`."""
+    """Measures a finished run. The function `rounded` rounds all floats."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)

@@ -18,7 +18,7 @@ from osa.reference import skew
 from osa.vit import VisionTransformer
 
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
-ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
+ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use the methods METHODS, in the order of METHODS
 LAYER_IMAGES = 2  # number of images for measuring a layer
 # The function φ₁ takes 20 to 60 matrix products. Each product has a typical error of √n · eps. A tolerance of 32 n · eps is
 # therefore sufficient.
@@ -190,7 +190,7 @@ def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dic
 
 
 def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]]:
-    """Returns each block with its attention and its MLP. The assertions tell mypy the types of all three."""
+    """Returns (block, attention, MLP) for each block of the model. The assertions tell mypy the types."""
     blocks = []
     for block in model.blocks:
         assert isinstance(block, Block)

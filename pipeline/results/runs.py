@@ -29,7 +29,7 @@ def of_table_2(settings: Params) -> list[Run]:
 
 
 def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
-    """Yields the stored runs of one study, or of all, each with its record.
+    """Yields the stored runs of one study, or of all studies, each run with its record.
 
     Raises:
         UserError: a run is damaged or incomplete.
@@ -88,7 +88,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
 
 
 def difference(recorded: RunConfig, wanted: RunConfig) -> str:
-    """Describes the first key in which two configurations differ, with both values; empty if they are equal."""
+    """Describes the first key in which two configurations differ, with both values. Returns "" if there is none."""
     for section in (*SHARED_SECTIONS, "variant"):
         old, new = getattr(recorded, section), getattr(wanted, section)
         for key in type(new).model_fields:

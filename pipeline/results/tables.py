@@ -97,7 +97,7 @@ def warn(sentence: str) -> None:
 
 
 def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
-    """Concatenates the tables `name` of all finished runs. MEASURED lists their columns."""
+    """Concatenates the tables called `name` of all finished runs. MEASURED[name] lists the columns."""
     parts, columns = [], RUN + MEASURED[name]
     for run in runs:
         if run["status"] == "finished" and run[name]:
@@ -120,7 +120,7 @@ def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
     """Returns a row for each run, with test loss and accuracy from the evaluation. A run that did not finish has NaN."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
-    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # integers even if a run has no value
+    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # Int64 allows runs without a value
     return table.astype(whole)
 
 

@@ -1,4 +1,4 @@
-"""Judges claims about trained models. Each claims.yaml in pipeline/studies lists claims, with a sentence and a rule each.
+"""Judges claims about trained models. Each claims.yaml in pipeline/studies lists claims. A claim has a sentence and a rule.
 
 A claim refers to the runs of Table 2 by variant, and to the runs of a study by the names that the study gives them. The
 first comparison of a claim is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
@@ -31,8 +31,8 @@ from pipeline.statistics.verdicts import (
     power_of_ranks,
 )
 
-GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss in nats and accuracy in per cent of a guess among ten classes
-CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # weights of the models' mean accuracies
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss (nats) and accuracy (%) of a guess among ten classes
+CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # kind of a contrast → weights of mean accuracies
 TRAINS = 0.5  # a run trains if its last train loss is below this share of the loss of a guess
 
 
@@ -41,7 +41,8 @@ class Results:
 
     Args:
         tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …)
-            and, if the study watches its models, "watched". Without a column `name`, the column `variant` is used.
+            and, if the study watches its models, "watched". In a table without the column `name`,
+            the column `variant` is used.
         guess_loss: loss of a model that gives all classes the same probability.
     """
 
@@ -112,7 +113,7 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 class Declared:
     """The paper's accuracies and our standard deviations, by model.
 
-    Both are declared before the runs are trained. The power of a test is computed from them.
+    These numbers are declared before the runs are trained. They give the power of a test.
     """
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
@@ -134,7 +135,7 @@ NOTHING = Declared()
 class Claim(Section):
     """A sentence, its place in the paper, and the rule that judges it.
 
-    A prediction also states what it expects, and why. Both are written before its runs are trained.
+    A prediction also has `expected` and `why`. These sentences are written before the runs are trained.
     """
 
     sentence: str
@@ -192,7 +193,7 @@ class Within(Comparison):
 
 
 class Loss(Comparison):
-    """The first model's last train loss is below the second's."""
+    """The first model's last train loss is below the second model's last train loss."""
 
     kind: Literal["loss"]
 
@@ -203,9 +204,9 @@ class Loss(Comparison):
 class Speed(Comparison):
     """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
 
-    The target is the geometric mean, over the second model's runs that start, of the lowest loss in the first part of
-    training. `of_training` is the length of this part, as a fraction of the training. A run that never reaches the target
-    takes infinitely many epochs.
+    The target is the geometric mean, over the second model's runs that start (see `starts`), of the lowest loss in the first
+    part of training. `of_training` is the length of this part, as a fraction of the training. A run that never reaches the
+    target takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -308,9 +309,9 @@ AnyClaim = Annotated[
 
 
 class Spreads(Section):
-    """Standard deviations of runs by name, declared before the runs that a claim is about."""
+    """Standard deviations over runs, by name. They are declared before the claims' runs are trained."""
 
-    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # in percentage points
+    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of test accuracy, in percentage points
     log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of the logarithm of the epochs to reach a loss
 
 

@@ -45,7 +45,7 @@ WORDS = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAI
 LEVEL = 0.05  # level of each one-sided test
 TWO_SIDED = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
-MARGIN_OF_A_START = 0.1  # nats below the loss of a guess
+MARGIN_OF_A_START = 0.1  # a run starts if its train loss is at least this many nats below the loss of a guess
 SIMULATED = 10_000  # number of simulated experiments per estimate of power
 TIE_DECIMALS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
 # Tolerance for comparing a p-value with LEVEL. If all three runs of one model exceed all three runs of another, p is exactly
@@ -105,8 +105,8 @@ def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "abo
 
 
 def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
-    """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are ≥ 0, or infinite."""
-    with np.errstate(divide="ignore"):  # a run takes 0 epochs if its first point already has the target loss
+    """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are in [0, ∞]."""
+    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if its first point has the target loss
         logs = np.log(first), np.log(second)
     verdict = judge(*logs, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
@@ -170,8 +170,8 @@ def _not_trained(limit: float, side: str) -> Verdict:
 
 
 def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
-    """The exact p-values for first > second ("above") and first < second ("below"). Equal values share their mean rank. With
-    ties, SciPy's test would have to sample or enumerate all arrangements."""
+    """The exact p-values for first > second ("above") and first < second ("below"). Equal values share their mean rank. We
+    do not use SciPy's test, because it would have to sample or enumerate all arrangements if there are ties."""
     doubled = np.rint(2 * rankdata([*first, *second])).astype(int)
     ways, own = _rank_sums(tuple(doubled.tolist()), len(first)), doubled[: len(first)].sum()
     return {"above": float(ways[own:].sum() / ways.sum()), "below": float(ways[: own + 1].sum() / ways.sum())}

@@ -1,4 +1,4 @@
-"""Studies. Each study answers one question. A study is a Python file in one of the folders paper, deep and orthogonal.
+"""Each study answers one question. A study is a Python file in one of the folders paper, deep and orthogonal.
 
 We call these folders wings. The file of a study defines `STUDY = Study(...)`. The file's name is also the name of the
 study's section in params.yaml, its stage in dvc.yaml, its template, and its folder under paper_outputs/studies.
@@ -29,13 +29,13 @@ from pipeline.config import reading
 from pipeline.config.params import FIRST_READING, Overrides, Section
 from pipeline.core.errors import UserError, ended, hint
 
-if TYPE_CHECKING:  # slow to import, and training draws no figures
+if TYPE_CHECKING:  # pandas and matplotlib are slow to import, and training draws no figures
     import pandas as pd
     from matplotlib.figure import Figure
 
 WINGS = ("paper", "deep", "orthogonal")
 Tables = dict[str, "pd.DataFrame"]
-Request = tuple[str, Overrides, int]  # variant, overrides of its configuration, seed
+Request = tuple[str, Overrides, int]  # variant, overrides of the variant's configuration, seed
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Study:
 
 
 def names(wing: str | None = None) -> list[str]:
-    """Returns the names of a wing's studies, or of all studies, in alphabetical order, without importing the studies."""
+    """Returns the names of all studies, or of the studies in the folder `wing`, in alphabetical order. Imports no study."""
     return sorted(name for name, of_wing in _wings().items() if wing in (None, of_wing))
 
 
 def wing(name: str) -> str:
-    """Returns the wing of a study. Raises UserError if there is no such study."""
+    """Returns the folder of a study: paper, deep or orthogonal. Raises UserError if there is no such study."""
     if name not in _wings():
         raise UserError(ended(f"{name} is no study{hint(name, names())}"))
     return _wings()[name]
@@ -85,7 +85,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Any:
-    """Returns a study's settings, from its section in the params.yaml of its wing. Returns None if it has no settings.
+    """Returns a study's settings from the params.yaml in the study's folder. Returns None if the study has no settings.
 
     Raises:
         UserError: the section is missing or does not match the schema.

@@ -31,8 +31,5 @@ def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
 
 
 def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
-    """Takes the maximum of a column over the layers and heads of each run. Returns the summary of these maxima over seeds.
-
-    The summaries are by variant.
-    """
+    """Returns, for each variant, a summary over seeds of the maximum of a column over a run's layers and heads."""
     return {name: summary_of(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

@@ -37,7 +37,7 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
 
 
 def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
-    """Draws a line from `low` to `high` at height y. Where the line leaves the range `within`, an arrow replaces its end."""
+    """Draws a line from `low` to `high` at height y. The range `within` cuts the line. An arrowhead marks each cut."""
     left, right = max(low, within[0]), min(high, within[1])
     axes.plot([left, right], [y, y], color=colour, linewidth=LINE_WIDTH)
     for end, is_cut, arrow in ((left, low < left, "<"), (right, high > right, ">")):

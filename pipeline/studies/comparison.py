@@ -1,7 +1,7 @@
 """Common parts of the studies that train a list of runs and compare them.
 
-A study's section in params.yaml lists the study's runs, and names the reading of the paper's recipe that the runs follow. An
-entry of the list has a name, and a run for each of its seeds. Tables, claims and templates refer to the runs by this name:
+A study's section in params.yaml lists the study's runs, and names the reading of the paper's recipe that the runs follow.
+Each entry of the list has a name and stands for one run per seed. Tables, claims and templates use this name for the runs:
 
     reading: first
     runs:
@@ -43,7 +43,7 @@ class Settings(Section):
 
 
 def study(**parts: Any) -> Study:
-    """Returns a `Study` that trains and reads the runs in its section. `parts` adds fields, or replaces the defaults."""
+    """Returns a `Study` that trains and reads the runs in its section. `parts` adds or replaces fields."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 
@@ -57,7 +57,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Returns the tables of the requested runs. Each request comes with a name, which goes into the column `name`."""
+    """Returns the tables of the requested runs. `requests` holds pairs (name, request). The column `name` has the name."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests
@@ -81,17 +81,19 @@ def first_reading(lab: Lab) -> Tables:
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Summarises the runs of a name.
+    """Summarises the runs called `name`.
+
+    A run succeeds if it finishes with a last train loss below half the loss of a guess. All other existing runs fail.
 
     Returns:
-        n               the number of runs that exist
-        trained         the number of existing runs that train
-        missing         the number of runs that do not exist yet
-        loss            summary of the last train losses of the runs that train
-        accuracy        summary of the test accuracies (%) of the runs that train
-        failed_losses   the last train losses of the runs that fail, with None for a run that diverged
+        n               number of existing runs
+        trained         number of successful runs
+        missing         number of runs that do not exist yet
+        loss            summary of the last train losses of successful runs
+        accuracy        summary of the test accuracies (%) of successful runs
+        failed_losses   last train losses of failed runs, with None for a run that diverged
 
-    `loss` and `accuracy` leave out the runs that fail. A mean over all runs would describe neither group.
+    A mean over all runs would describe neither group.
     """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)

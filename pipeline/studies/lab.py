@@ -45,7 +45,7 @@ class Lab:
         return other
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the result of `make()`. It is computed once per name and shared with the labs of other studies."""
+        """Returns the result of `make()`. The result is computed once per name and shared with the labs of other studies."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -95,7 +95,7 @@ class Lab:
 
 
 def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
-    """Runs a training's first steps as the whole training would run them, and yields a row for each.
+    """Runs a training's first steps as in the whole training, and yields a row for each step.
 
     step       the number of the step, from 0
     loss       the loss on the step's minibatch, before the step
@@ -104,7 +104,7 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
     Stops after a loss that is not finite.
     """
     norms: list[Tensor] = []
-    training.with_graph = False  # replaying a CUDA graph runs no hooks
+    training.with_graph = False  # a replay of a CUDA graph would not run the hooks
     for parameter in training.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.double().norm()))
     for step, batch in enumerate(itertools.islice(training.batches(0), steps)):
@@ -136,7 +136,7 @@ def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAt
 
 @contextmanager
 def default_dtype(dtype: torch.dtype):
-    """Within this context, new modules have this dtype."""
+    """A context in which the parameters of new modules have the dtype `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

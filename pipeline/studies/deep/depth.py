@@ -27,7 +27,7 @@ from pipeline.training.loop import Training
 CLAIMS: tuple[str, ...] = ("softmax_does_not_train", "shaped_attention_trains", "espa_lowest_loss", "default_stays_faster")
 CLAIMS += ("rival_trains", "osa_trains_at_36", "osa_trains_at_72", "osa_iso_trains_at_72", "osa_iso_trains_at_144")
 CLAIMS += ("attention_matters_at_72",)
-MLP_DRAWS = {  # name of a run of OSA → how the MLPs of its model are drawn
+MLP_DRAWS = {  # name of a run of OSA → how the initial weights of its MLPs are drawn
     "osa_36": "independent",
     "osa_72": "independent",
     "osa_iso_36": "isometric",
@@ -43,9 +43,9 @@ IMAGES = 8  # number of test images whose tokens `watch` measures
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Returns a row for the middle block and a row for the last block, with the numbers of `of_tokens` after the block.
+    """Returns a row for the middle block and a row for the last block. A row describes the block's output by `of_tokens`.
 
-    A block has no row if some of its tokens are not finite.
+    A block has no row if some entries of its output are not finite.
     """
     model, rows = training.model, []
     x = model.tokens(training.data.test_images[:IMAGES])
@@ -109,7 +109,8 @@ def step_times(path: Path) -> dict:
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """Draws the train loss of OSA. One panel shows models of up to `SHALLOW` blocks, the other panel shows deeper models.
 
-    Each model has one line for the mean of its runs that train, and one line for the mean of its runs that fail.
+    A run succeeds if its last train loss is below half the loss of a guess. All other runs fail. For each model, one line is
+    the mean of the successful runs, and one line is the mean of the failed runs.
     """
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in MLP_DRAWS.items():
@@ -134,7 +135,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def by_outcome(tables: Tables, name: str) -> list[list[pd.DataFrame]]:
-    """Returns the loss curves of the runs called `name`: a list for the runs that train, then a list for the runs that fail.
+    """Returns the loss curves of the runs called `name`: a list for successful runs, then a list for failed runs.
 
     A list is left out if it is empty. Losses that are not finite are left out of the curves.
     """

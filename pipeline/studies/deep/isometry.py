@@ -1,4 +1,4 @@
-"""Isometric MLPs at finite width: do they keep the size of a token, which wanders if the MLPs are drawn independently?
+"""Do isometric MLPs of finite width keep the norm |x| of a token? MLPs with independent layers change |x| at random.
 
 We stack shaped MLPs without attention. The two layers of an MLP are drawn independently (SUO) or together
 (`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by H/d times a
@@ -34,7 +34,7 @@ from pipeline.studies.lab import Lab, default_dtype
 
 DRAWS = ("suo", "isometric")
 HIDDEN_RATIO = 4  # H/d
-TAILS = (0.05, 0.95)  # we report these quantiles of |x|²/d over tokens
+TAILS = (0.05, 0.95)  # the quantiles of |x|²/d over tokens that we report
 
 
 class Settings(Section):
@@ -109,7 +109,7 @@ def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
     for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
-        network = lab.model(config, seed).double()  # its weights are those with which a training starts
+        network = lab.model(config, seed).double()  # weights as at the start of a training
         x = nn.Sequential(*network.blocks)(network.tokens(images))  # (images, N, d)
         cross_entropy(network.head(network.norm(x[:, 0])), labels).backward()
         q = x.detach().square().mean(-1)  # (images, N)

@@ -38,7 +38,7 @@ from pipeline.studies.lab import Lab
 
 ROWS: tuple[str, ...] = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # as in Figure 7
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # row → its label in the figure, and the model whose colour and style its line has
+LINES = {  # row → (label in the figure, model whose colour and style the line has)
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -52,12 +52,12 @@ TOLERANCE = 1e-10  # maximum error of an identity after L products of matrices w
 # Maximum |q − 1| after all blocks of E-SPA with normalised skips, where q is the mean of diag Σ. The schedule keeps q = 1
 # only approximately.
 NORM_TOLERANCE = 0.1
-# In Figure 6, |q − 1| should be at most CORRECTED with the correction, and q at least UNCORRECTED without it.
+# In Figure 6, we expect |q − 1| < CORRECTED with the correction for repeated tokens, and q > UNCORRECTED without it.
 CORRECTED, UNCORRECTED = 0.2, 2.0
-FIGURE_6 = (36, 0.02, 20)  # number of blocks, γ_L, and number of types of tokens; 20 types give r = 0.05
+FIGURE_6 = (36, 0.02, 20)  # number of blocks, γ_L, and number of types of tokens (1/r)
 # SKIP_SCALE is L (1 − α²), which gives α = 0.98 at L = 36 blocks. SKIP_GAMMA is γ_L.
 SKIP_DEPTHS, SKIP_SCALE, SKIP_GAMMA = (6, 36), 1.4256, 0.6
-LAYERS = {  # kind of orthogonal attention → its variant, and whether W^V and W^O are drawn for all heads together
+LAYERS = {  # kind of orthogonal attention → (variant, whether W^V and W^O are drawn for all heads together)
     "osa_shaped": ("osa_shaped", True),
     "osa_joint": ("osa_exact", True),
     "osa_per_head": ("osa_exact", False),
@@ -70,7 +70,7 @@ class Settings(Section):
     depths: Depths  # the last depth is L
     tokens: PositiveInt = 100
     types: PositiveInt = 50  # number of types of tokens: two random tokens have the same type with probability r = 1/types
-    heads: PositiveInt = 8  # heads of ALiBi
+    heads: PositiveInt = 8  # number of heads of ALiBi
     rho: Fraction = 0.8
     gamma: PositiveFloat = 0.005
     shortcut: Fraction = 0.98
@@ -82,7 +82,7 @@ class Settings(Section):
 def measure(settings: Settings, lab: Lab) -> Tables:
     """Returns six tables.
 
-    kernels     the `summary` of the kernel for each of `ROWS`, seed and depth
+    kernels     the `summary` of the kernel for each row of `ROWS`, each seed and each depth
     spectra     for each seed, the maximum over depths of `spectrum_change` for orthogonal attention
     schedules   the rows of the function `schedules`
     skips       the rows of the function `skips`
@@ -191,7 +191,7 @@ def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
 
 
 def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, Iterator[Tensor]]:
-    """Returns an iterator for each of `ROWS`, which yields the kernel after each block."""
+    """Returns an iterator for each of `ROWS`. The iterator yields the kernel after each block."""
     n, depth = settings.tokens, settings.depths[-1]
     steps = softmax_rows(alibi(n, settings.heads), settings.shortcut) | {"vskipinit": lambda kernel: kernel}
     made = {name: through(first, [step] * depth) for name, step in steps.items()}
@@ -278,9 +278,9 @@ def skips(settings: Settings) -> Iterator[dict]:
 def eq_25(before: float, after: float) -> float:
     """Returns γ of a block by Eq. 25 as printed, with λ_α² in place of λ_α.
 
-    `before` is γ of the schedule for the block before. `after` is γ of the block by Eq. 26.
+    `before` is the γ that the schedule sets for the previous block. `after` is γ of this block by Eq. 26.
     """
-    # These numbers are −a(before)² and −a(after)². The ratio reached/squared is λ_α².
+    # With a(γ)² = 1 − exp(−2γ), these numbers are −a(before)² and −a(after)². The ratio reached/squared is λ_α².
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)
     return -math.log1p(reached * (reached / squared)) / 2
 
@@ -304,7 +304,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each of `LAYERS` at each depth, for all attention layers of a model without its MLPs.
+    """Yields a row for each of `LAYERS` and each depth. A row describes a model's attention layers, applied without MLPs.
 
     trace_change   relative change of tr X Xᵀ from the first layer's input to the last layer's output, maximum over images
     """

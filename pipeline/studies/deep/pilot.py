@@ -15,9 +15,9 @@ from pipeline.studies.lab import Lab, first_steps
 
 class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
-    # A window is a pair of its first and its last step. We average the loss over each window.
+    # Each window is a pair (first step, last step). We average the loss over each window.
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    last: PositiveInt  # we also average the loss over this many last steps of the training
+    last: PositiveInt  # number of steps at the end of the training over which we also average the loss
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -32,7 +32,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each training, with its settings, the norm of its first gradient, and its mean losses.
 
-    There is a mean loss for each window, and one for the last steps. A mean is NaN if the training has diverged by then.
+    A row has a mean loss for each window, and a mean loss for the last steps. A mean loss is NaN if the training diverges
+    before the end of these steps.
     """
     rows = []
     for name, (variant, overrides, seed) in settings.requests():

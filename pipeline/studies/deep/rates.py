@@ -15,8 +15,8 @@ from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
-OSA = "osa_shaped"  # for this model we also search α L, at its best rate
-ALPHA_TIMES_DEPTH = 0.36  # α L while we search for the rate
+OSA = "osa_shaped"  # the model for which we also search α L, at the best learning rate
+ALPHA_TIMES_DEPTH = 0.36  # value of α L in the search for the learning rate
 LEARNS = 0.01  # a model learns if its lowest loss is below the loss of a guess by more than this
 
 
@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
-    """Yields a row for every model and rate. For OSA it then tries every other α L at the best rate."""
+    """Yields a row for every model and rate, and for OSA also a row for every other α L at the best rate."""
     for model in settings.models:
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]

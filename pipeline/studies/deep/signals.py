@@ -46,7 +46,7 @@ MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
 # The attention of these models keeps ‖X‖_F or X Xᵀ, or changes X Xᵀ/d to a given kernel Σ_L.
 PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
-BAND = (0.05, 0.95)  # we report these quantiles over tokens
+BAND = (0.05, 0.95)  # the quantiles of a token's mean square that we report
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix is singular in float64 if its κ is at least this
 TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
 GRADIENT_RATIO = 2.0  # we look for the α that raises the first block's gradient by this factor
@@ -90,7 +90,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Returns a row for each block, and a row for the whole model.
+    """Measures a model's tokens and gradients. Returns a row for each block, and a row for the whole model.
 
     Keys of the row for a block:
 
@@ -211,7 +211,7 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
         alpha = doubling_alpha(model, images, cotangent, unit)
         yield {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared} | {
             "alpha": alpha,
-            "bound": 2 * alpha / unit,  # L times the bound on ‖J₁‖₂ of one head
+            "bound": 2 * alpha / unit,  # L times the upper bound on ‖J₁‖₂ of one head
         }
 
 
@@ -225,7 +225,7 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
     below, alpha = (0.0, LEAST_ALPHA * unit), unit
     while True:
         ratio = math.log(first_gradient(model, images, cotangent, alpha) / base)
-        if not ratio < math.log(GRADIENT_RATIO):  # true for NaN too
+        if not ratio < math.log(GRADIENT_RATIO):  # unlike ratio >= …, this is also true if the ratio is NaN
             share = (math.log(GRADIENT_RATIO) - below[0]) / (ratio - below[0])
             return math.exp(math.log(below[1]) + share * math.log(alpha / below[1]))
         below, alpha = (ratio, alpha), alpha * math.sqrt(2)
@@ -285,7 +285,7 @@ def of_alpha(table: pd.DataFrame) -> dict:
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
         slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
-    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # one network per seed is in both sweeps
+    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # the sweeps share one network per seed
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(GRADIENT_RATIO)}
 
 

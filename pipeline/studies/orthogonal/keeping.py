@@ -24,7 +24,7 @@ from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # maximum ‖WᵀW − I‖₂ that we accept for constrained weights in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-# We compare how fast models reach a target loss. It is the lowest loss of REFERENCE up to this share of its training.
+# We compare how fast models reach a target loss: the lowest train loss of REFERENCE in this first part of the training.
 OF_TRAINING = 0.5
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
@@ -41,7 +41,7 @@ DRAWN = {  # name of a run → the label of its line in the figure
 def watch(training: loop.Training) -> list[dict[str, float]]:
     """Returns a row for each head of each layer.
 
-    error          maximum ‖WᵀW − I‖₂ over all constrained weights of the model, NaN if the training constrains none
+    error          maximum ‖WᵀW − I‖₂ over all constrained weights of the model, NaN if no weights are constrained
     weight_kappa   κ(W̃) of the head
     head_kappa     κ(W^V W^O) of the head
     layer_kappa    κ(Σ W^V W^O), where the sum is over the heads of the layer

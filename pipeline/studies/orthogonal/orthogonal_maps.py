@@ -1,7 +1,7 @@
 """How do the maps X → Q(X) ∈ SO(n) of osa/constrained/orthogonal.py differ?
 
-All have Q(0) = I and the same derivative at 0. For n = 2 we compare the angles of Q(X). For n > 2 we compare the powers of
-‖A‖₂ with which ‖Q(X) − exp(A)‖₂ grows, where A = X − Xᵀ.
+All maps have Q(0) = I and the same derivative at 0. For n = 2 we compare the angles of Q(X). For n > 2 we compare the powers
+of ‖A‖₂ with which ‖Q(X) − exp(A)‖₂ grows, where A = X − Xᵀ.
 """
 
 import itertools
@@ -37,7 +37,7 @@ NEAR = 1e-2  # we fit the power where ‖tA‖₂ is at most this
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # maximum error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
-DASHED = ("exponential", "householder")  # maps with dashed lines, since each line coincides with that of another map
+DASHED = ("exponential", "householder")  # maps whose line coincides with another map's line, and is therefore dashed
 
 
 class Settings(Section):

@@ -1,7 +1,7 @@
-"""How fast are orthogonal linear layers on each machine? We compare their times with the statements of a post.
+"""How fast are orthogonal linear layers on each machine? We test statements of a post on their speed.
 
 This study reads the files that `python -m pipeline benchmarks.orthogonal` writes. That command is run by hand.
-pipeline/benchmarks/post.py names the post.
+The post is *Orthogonal Linear Layers in PyTorch* (pipeline/benchmarks/post.py).
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-GOAL_RANGE = (64, 256)  # sizes n for which the goal is set
-GOAL = 1.3  # the goal: our layers take at most this many times as long as a dense one
-MUCH_SLOWER = 10.0  # the ratio of times that we take the post's “significantly” to mean
+GOAL_RANGE = (64, 256)  # lowest and highest size n of the layers that should meet the goal
+GOAL = 1.3  # the goal: our layers take at most this many times as long as the dense layer
+MUCH_SLOWER = 10.0  # we read “significantly” in the post as this ratio of times
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
@@ -30,7 +30,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def speed_on(path: Path) -> dict:
-    """Returns numbers from the table of one machine. `ratio` describes the rows.
+    """Returns numbers from the table of one machine. The function `ratio` describes the columns of a row.
 
     environment      the machine
     ours             for each of our layers, the row with the maximum ratio of training times in `GOAL_RANGE`
@@ -64,8 +64,8 @@ def ratio(row: pd.Series) -> dict:
     """Returns numbers from a row of the table.
 
     n            size of the layer
-    over_dense   its time divided by the dense layer's, as a median over rounds
-    low, high    the 10th and the 90th percentile of this ratio
+    over_dense   time of the layer divided by the time of the dense layer, as a median over rounds
+    low, high    the 10th and the 90th percentile of this ratio over rounds
     """
     keys = {"n": "n", "over_dense": "seconds_over_dense", "low": "p10_over_dense", "high": "p90_over_dense"}
     return {name: row[column] for name, column in keys.items()}

@@ -27,7 +27,7 @@ RANK_SHARE = 0.01  # singular values up to this share of the largest do not coun
 
 class Settings(Section):
     seeds: Seeds
-    images: PositiveInt = 32  # test images over which the loss is taken
+    images: PositiveInt = 32  # number of test images for the loss and the penalties
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -44,7 +44,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Returns the norm of the cross-entropy's gradient, and the norm of each penalty's gradient.
 
-    A gradient is over all parameters of the model. A penalty is summed over blocks.
+    The gradients are with respect to all parameters of the model. Each penalty is summed over the blocks.
     """
     blocks = [block for block, _, _ in blocks_of(model)]
     inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
@@ -88,7 +88,7 @@ def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ for each model, with the largest λ.
+    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ for each model, where λ is `WEIGHT`.
 
     The sum is over the penalties `TERMS`. Each ratio is a median over seeds.
     """

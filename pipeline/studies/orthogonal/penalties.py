@@ -26,7 +26,8 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # numbers of test images: FEW for the ratio of Theorem 2.1, IMAGES for other numbers of a layer
+# We measure the ratio of Theorem 2.1 on FEW test images, and all other numbers of a layer on IMAGES test images.
+IMAGES, FEW = 32, 2
 # NOISE and NOISES are standard deviations of noise on the pixels. We measure the change of A under NOISE, and the accuracy
 # on NOISY_IMAGES test images under each of NOISES.
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
@@ -48,7 +49,7 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
     rows, accuracies = [], under_noise(training)
     for layer, ((_, attention, mlp), (_, x), (_, y)) in enumerate(inputs, 1):
         a = attention_matrix(attention, x)
-        change = (attention_matrix(attention, y) - a).norm(dim=-1)  # change of each row
+        change = (attention_matrix(attention, y) - a).norm(dim=-1)  # change of each row of A
         query, key, _ = attention.project(x)
         attention_numbers = attention_row(a)
         row = {"layer": layer, "attention": attention_numbers.pop("penalty"), "moved": change.flatten().quantile(0.9).item()}
@@ -94,7 +95,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, settings: Settings, results: Results) -> dict:
-    """Returns the model, penalty and accuracy of the runs called `name`, and the means of `SHOWN` at the end of training."""
+    """Returns the model, penalty and accuracy of the runs called `name`, and the final means of the columns `SHOWN`."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}
@@ -104,7 +105,7 @@ def row(name: str, settings: Settings, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the accuracy and ‖AᵀA − I‖² over λ: a line for each penalty, and a dashed line for the ViT without one."""
+    """Draws the accuracy and ‖AᵀA − I‖² over λ: a line for each penalty, and a dashed line for the ViT without a penalty."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]
     if all(each["penalty"] == "none" for each in models):
         return None

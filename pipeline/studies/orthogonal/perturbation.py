@@ -26,12 +26,12 @@ KEY_MEANS = (0.0, 3.0)  # we add this mean to every key, which does not change s
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # we measure these models at initialisation
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
 QUARTER = 0.25  # the sharper bound divided by the paper's bound
-RATIO_ROUNDING = 1e-6  # rounding error of a ratio at the smallest ε
+RATIO_ROUNDING = 1e-6  # maximum rounding error of a ratio at the smallest ε
 
 
 class Settings(Section):
     seeds: Seeds
-    images: PositiveInt = 2  # test images at which models are measured
+    images: PositiveInt = 2  # number of test images on which we measure each model
 
 
 @torch.no_grad()
@@ -54,14 +54,17 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """Yields each Gaussian case: its identity, query and key (2, 1, N, d_v), and None for a scale."""
+    """Yields (identity, query, key, None) for each Gaussian case, with query and key (2, 1, N, d_v). None means no scale."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
 
 
 def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, Tensor | None]]:
-    """Yields each layer: its identity, query and key (images, h, N, d_v), and, if its attention is orthogonal, its scale."""
+    """Yields (identity, query, key, scale) for each layer of each model, with query and key (images, h, N, d_v).
+
+    The scale is None for softmax attention.
+    """
     for variant in MODELS:
         config = lab.config(variant)
         images = lab.images(config.data.pixel_scaling)[0][: settings.images]
@@ -71,9 +74,10 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 
 
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
-    """Yields for each ε the maximum and the median ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i, when a random δ moves each query.
+    """Moves each query by a random δ with ‖δ‖ = ε. Compares the changes of the rows of A with the bound.
 
-    For ε = 0, each ratio is its supremum over δ as ε → 0, from `worst_ratios`.
+    A becomes A'. For each ε, yields the maximum and the median of ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i. For ε = 0, the ratio of
+    a row is the supremum over δ as ε → 0, from `worst_ratios`.
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
@@ -92,15 +96,15 @@ def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
 
 
 def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
-    """Returns how far each row moves, (..., N), when every query moves by a random δ of length ε."""
+    """Returns the length of each attention row's change, (..., N), when each query moves by a random δ of length ε."""
     delta = torch.randn(query.shape, generator=generator, dtype=query.dtype)
     return (rows(query + epsilon * delta / delta.norm(dim=-1, keepdim=True)) - rows(query)).norm(dim=-1)
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """Yields for each ε the maximum and the median ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads, when a random δ moves one query.
+    """Moves one query per head by a random δ with ‖δ‖ = ε. Compares the change of orthogonal attention with the bound.
 
-    A = exp(S) is the matrix of orthogonal attention.
+    The matrix A = exp(S) becomes A'. For each ε, yields the maximum and the median of ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads.
     """
     a = orthogonal_attention_matrix(query, key, scale=scale)
     factor = torch.as_tensor(scale, dtype=key.dtype).abs().expand(*key.shape[:-2], 1, 1)[..., 0, 0]
@@ -128,7 +132,7 @@ def attained() -> pd.DataFrame:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the theorem's bound, a quarter of it, a case that attains the quarter, and orthogonal attention's bound."""
+    """Checks the theorem's bound B, the bound B/4, a case that attains B/4, and the bound of orthogonal attention."""
     softmax, orthogonal = (float(tables[name]["largest"].max()) for name in ("softmax", "orthogonal"))
     return {
         "stated": check(softmax, 1 + RATIO_ROUNDING),

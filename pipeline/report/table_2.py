@@ -142,8 +142,8 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
     """Returns the cost of Table 2's runs.
 
     parameters   minimum and maximum number of parameters of a model
-    machines     a row for each kind of machine: its name, the seeds that it trained, and the minutes of its shortest run
-                 (`least`) and of its longest run (`most`)
+    machines     a row for each kind of machine: the name of the machine, the seeds trained on it, and the minutes of the
+                 shortest run (`least`) and of the longest run (`most`)
     """
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():

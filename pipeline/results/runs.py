@@ -16,7 +16,7 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.run import RUNS, Run
 
 if TYPE_CHECKING:
-    import pandas as pd  # slow to import, and listing runs does not need it
+    import pandas as pd  # pandas is slow to import, and is not needed to list runs
 
 IDENTITY = ["name", "run", "variant", "seed"]
 FINALS = ["train_loss", "test_loss", "test_accuracy"]

@@ -125,7 +125,7 @@ def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
 
 
 def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
-    """One row per variant: the numbers of finished, diverged and missing runs, and statistics of the finished ones."""
+    """One row per variant: the numbers of finished, diverged and missing runs, and statistics of finished runs."""
     rows = []
     for variant in params.run.variants:
         group = runs[runs["variant"] == variant]

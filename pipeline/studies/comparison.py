@@ -65,7 +65,7 @@ def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tab
 
 
 def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
-    """Returns the last value of a run's loss curve. Returns infinity if the run diverged, and None until it has ended."""
+    """Returns the last value of a run's loss curve: infinity if the run diverged, and None if the run has not ended."""
     variant, overrides, seed = request
     run = lab.run(variant, overrides, seed)
     if not run.is_current(lab.config(variant, overrides)):
@@ -93,7 +93,7 @@ def outcome(results: Results, name: str) -> dict:
         accuracy        summary of the test accuracies (%) of successful runs
         failed_losses   last train losses of failed runs, with None for a run that diverged
 
-    A mean over all runs would describe neither group.
+    `loss` and `accuracy` leave out failed runs: a mean over all runs would describe neither success nor failure.
     """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)

@@ -74,7 +74,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def tokens(watched: pd.DataFrame) -> list[dict]:
-    """Returns a row for each model. It describes the tokens after the last block.
+    """Returns a row for each model. The row describes the tokens after the last block.
 
     n        number of runs
     cosine   mean cosine of two tokens

@@ -118,7 +118,7 @@ def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def spreads(table: pd.DataFrame) -> pd.Series:
-    """Returns the standard deviation of log |x|² over tokens and networks, by draw, width and depth."""
+    """Returns the standard deviation of log |x|² over tokens and networks, by kind of draw, width and depth."""
     nets = table.groupby(["draw", "width", "depth"])
     return (nets["log_std"].apply(lambda each: each.pow(2).mean()) + nets["log_mean"].var(ddof=0)).pow(0.5)
 
@@ -157,8 +157,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the standard deviation of log |x|² over depth: a line for each draw at each of the three largest widths.
-    Dashed lines are the predictions for independent linear MLPs."""
+    """Draws the standard deviation of log |x|² over depth: a line per kind of draw, for the three largest widths.
+
+    Dashed lines are the predictions for independent linear MLPs.
+    """
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):

@@ -1,8 +1,8 @@
 """Kernels with depth: how does attention alone change the tokens' kernel Σ = X Xᵀ/d, block by block? (Figures 1, 6 and 7 of
 He et al. 2023.)
 
-Without MLPs and in the limit of wide networks, an attention layer maps Σ to A Σ Aᵀ. We compute this in float64 and train
-nothing. We compare the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
+Without MLPs and in the limit of wide networks, an attention layer maps Σ to A Σ Aᵀ. We compute this map in float64 and
+train nothing. We compare the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
 arrangements of norms and skips, and orthogonal attention. For orthogonal attention we compute X itself, because A depends
 on X. At the end we measure the attention layers of real models, which have several heads.
 """
@@ -174,7 +174,7 @@ def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
 
 
 def attending(matrices: Iterable[Tensor]) -> list[KernelMap]:
-    """Returns the map Σ → A Σ Aᵀ of each matrix A."""
+    """Returns the function Σ → A Σ Aᵀ for each matrix A."""
     return [partial(attended, matrix) for matrix in matrices]
 
 
@@ -208,8 +208,8 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
     """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
 
-    `kernel` is Σ_0. X_0 is √d times the symmetric root of Σ_0, because this root is unique. A root from eigenvectors depends
-    on their choice, which would differ between machines for repeated eigenvalues.
+    `kernel` is Σ_0. X_0 is √d times the symmetric root of Σ_0, because this root is unique. If eigenvalues repeat,
+    a root from eigenvectors depends on the choice of eigenvectors, which differs between machines.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)

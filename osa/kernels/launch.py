@@ -10,7 +10,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value (batch, head
 
 
 def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, arguments: dict) -> None:
-    """Launches a kernel on the device of its tensors. If they are on "meta", only compiles the kernel."""
+    """Launches a kernel on the device of its tensors. If the tensors are on "meta", only compiles the kernel."""
     run = functools.partial(kernel.warmup, grid=(programs,)) if tensors[0].is_meta else kernel[(programs,)]
     with torch.cuda.device_of(tensors[0]):
         run(*tensors, *strides, **arguments)

@@ -30,7 +30,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
 HOPPER_TOLERANCE = 1e-2  # above the rounding error, 3e-3 to 6e-3, and below the error of a missing product, 2e-2
-PHI1_TOLERANCE = 1e-5  # smaller, because inputs and output of φ₁ are float32
+PHI1_TOLERANCE = 1e-5  # smaller than TOLERANCE, because inputs and output of φ₁ are float32
 
 
 class Backend(Protocol):
@@ -40,7 +40,7 @@ class Backend(Protocol):
     def method(self) -> str: ...
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Names of the kernels that a call with these tensors may launch. Empty if the backend rejects the tensors."""
+        """Returns the names of the kernels that a call with these tensors may launch, or () if the backend rejects them."""
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
         """Shape of the float32 tensor that the forward pass saves for the backward pass."""
@@ -54,7 +54,10 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given the gradient of the output, `grad`."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """One number per matrix, NaN if the output has lost precision. None if the backend never warns of such a loss."""
+        """Returns an entry per matrix: NaN if the output has lost precision, and otherwise an arbitrary number.
+
+        Returns None if the backend never warns of such a loss.
+        """
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -102,7 +105,7 @@ def attend(
     batch, inputs = _as_heads(query, key, value, scale)
     options = ITERATIONS.get(method, 0) if num_iterations is None else num_iterations, epsilon
     operator = _find(method, *inputs[:3])
-    assert operator is not None  # because the tensors fit
+    assert operator is not None  # because `fits` accepts these tensors
     output, _ = operator(*inputs, *options)
     return output.view(*batch, *output.shape[-2:]) if len(batch) != 2 else output
 
@@ -233,7 +236,7 @@ def _register(name: str, backend: Backend) -> Operator:
 
     def save(ctx, inputs, output) -> None:
         *tensors, ctx.num_iterations, ctx.epsilon = inputs
-        ctx.set_materialize_grads(False)  # the saved output has no gradient
+        ctx.set_materialize_grads(False)  # makes no zeros for the gradient of the saved tensor
         ctx.save_for_backward(*tensors, output[1])
 
     @runtime.in_own_types
@@ -292,11 +295,11 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True unless a tracer other than torch.compile, or a transform that is not in `but`, applies to operations on x."""
+    """True if operations on x run immediately, except for the transforms in `but`, or are traced by torch.compile alone."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
-_VERDICTS: dict[tuple, bool] = {}  # results of `_agrees` by its arguments
+_VERDICTS: dict[tuple, bool] = {}  # arguments of `_agrees` → result
 
 
 @constant_to_a_trace
@@ -364,7 +367,7 @@ def _agrees(
             *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50. The last takes three products per term.
+            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50, where a term takes three products.
             if form != "short":
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))

@@ -21,7 +21,7 @@ NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which float32 give
 
 @triton.jit
 def matrix(scratch, rows, columns):
-    """Takes a row-major matrix from the start of scratch memory (pointer, offset). Returns it and the remaining memory."""
+    """Returns a row-major matrix at the start of scratch memory (pointer, offset), and the memory after the matrix."""
     return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
 
 

@@ -39,7 +39,7 @@ from pipeline.core.files import rounded
 from pipeline.results import measures
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SMALLEST, DOUBLED_FROM = 50, 128  # the paper's N, then 128, 256, …
+SMALLEST, DOUBLED_FROM = 50, 128  # first the paper's N, 50, then 128, 256, …
 VIT_B16 = 197  # tokens of ViT-B/16 at 224×224
 WIDTHS = (16, 64)  # d_v of the paper's heads, and a common value of d_v
 SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
@@ -79,9 +79,8 @@ class Route:
 def check_peak(row: dict, peak: float) -> None:
     """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak.
 
-    If it is, the clock is wrong, or the number of floating-point operations is wrong.
-    A clock is wrong by a factor of tens or more if it reads milliseconds as seconds, does not wait for the device, or
-    divides by the wrong number of calls.
+    Such a row shows that the clock or the number of floating-point operations is wrong. A clock is wrong by a factor of tens
+    or more if it reads milliseconds as seconds, does not wait for the device, or divides by the wrong number of calls.
     """
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
@@ -112,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def file_name(options: argparse.Namespace) -> str:
-    """Returns "attention" with the options that are not the default, such as attention_bfloat16_norm_8."""
+    """Returns "attention", followed by each option that is not the default, as in attention_bfloat16_norm_8."""
     unusual = {
         options.dtype: options.dtype != "float32",
         f"{options.heads}_heads": options.heads != 1,
@@ -155,7 +154,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     """Returns every way to compute attention that accepts these inputs, by name."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
-    methods = [method for method in METHODS if method != "qr_literal"]  # the route "literal_qr" takes its place
+    methods = [method for method in METHODS if method != "qr_literal"]  # the route "literal_qr" replaces "qr_literal"
     found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)
@@ -184,7 +183,7 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether `function`, by a backend of torch, gives attention and its gradients for a few of these tokens."""
+    """Returns whether `function` computes attention and its gradients without an error, tried on a few of the tokens."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns why a backend refuses the inputs
@@ -225,7 +224,10 @@ def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:
-    """Returns ratios of seconds by size: the best SDPA over "exact", and the literal formulas over our methods."""
+    """Returns ratios of times for each pass, width and number of tokens.
+
+    The time of the best SDPA is divided by the time of "exact", and the time of a literal formula by the time of our method.
+    """
     pairs = [(BEST, "exact"), ("literal_qr", "qr"), ("literal_qr", "exact"), ("literal_newton_schulz", "newton_schulz")]
     result = []
     for (direction, width, tokens), rows in with_best(table).groupby(["pass", "width", "tokens"], sort=True):

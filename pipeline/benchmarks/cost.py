@@ -1,8 +1,8 @@
 """Cost of a call: multiply–adds and peak memory, which repeat exactly, and seconds, which do not.
 
-We read operations and allocations from torch's profiler. It also sees inside an operator: the products of `matrix_exp`, the
-work space of a factorisation, the backward pass. Only a library routine, such as a QR decomposition, hides its operations;
-for it we use a formula.
+We read operations and allocations from torch's profiler. The profiler also sees the products of `matrix_exp`, the work space
+of a factorisation, and the backward pass. It does not see the operations of a library routine, such as a QR decomposition.
+Formulas count these operations.
 """
 
 import itertools
@@ -31,7 +31,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Call:
-    """A function and its tensor arguments. The arguments count as memory of the call."""
+    """A function with its tensor arguments."""
 
     function: Callable[..., Any]
     tensors: tuple[Tensor, ...]
@@ -88,9 +88,9 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     with _one_thread(), profile(record_shapes=True, profile_memory=True) as profiler:
         call()
     events = profiler.kineto_results.events()
-    changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in the order in which they happened
+    changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in order of time
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
-    if any(event.name().startswith("osa::") for event in events):  # a kernel hides its products
+    if any(event.name().startswith("osa::") for event in events):  # kernels hide their products from the profiler
         with _one_thread(), _without_kernels(), profile(record_shapes=True) as profiler:
             call()
         events = profiler.kineto_results.events()
@@ -154,7 +154,7 @@ def cholesky(shape: list[int]) -> int:
 
 
 def householder_product(shape: list[int]) -> int:
-    """Returns the multiply–adds that turn k Householder reflections into an n×k basis, (..., n, k). `qr` includes them."""
+    """Returns the multiply–adds that turn k Householder reflections into an n×k basis, (..., n, k). `qr` counts them too."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 
@@ -228,7 +228,7 @@ def sample_seconds(
 def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
     """Returns the mean seconds of a call over `times` calls in a row.
 
-    On CUDA it waits until the device is idle, and then measures the time between two events.
+    On CUDA the function waits until the device is idle, and then measures the time between two events.
     """
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     loaded: dict[str, idx.DataSet] = {}
     steps = {}
     for model in tqdm(MODELS, desc="prepare", disable=None):
-        deep: params.Overrides = {"model": {"depth": options.depth}}  # rate and α do not affect the time
+        # The learning rate and α are not set, because they do not affect the time.
+        deep: params.Overrides = {"model": {"depth": options.depth}}
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)

@@ -36,7 +36,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # instead of this folder
+sys.path[0] = str(ROOT)  # the repository root replaces this folder in sys.path
 STARTED = time.perf_counter()
 
 import torch  # noqa: E402
@@ -82,11 +82,11 @@ FORMS: tuple[Form, ...] = (  # method, batch, heads, tokens, width, type
     ("newton_schulz", 1, 3, 1024, 64, HALF),
 )
 TINY_FORMS: tuple[Form, ...] = (("exact", 1, 2, 7, 3, SINGLE), ("exact", 1, 1, 37, 33, HALF))
-ERRORS = ("output", "query", "key", "value")  # errors of the output, and of the gradients
+ERRORS = ("output", "query", "key", "value")  # columns with the relative errors of the output and of the gradients
 
 
 def forms(tiny: bool) -> Rows:
-    """Measures each form in a process of its own, several at a time, because one form may compile for a minute."""
+    """Measures each form of a kernel in its own process, several at a time, because a kernel may compile for a minute."""
     chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
 
     def tried(index: int) -> list[dict]:
@@ -105,7 +105,7 @@ def forms(tiny: bool) -> Rows:
 def form(
     norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
 ) -> Rows:
-    """Measures a form at each norm: its first use, and the errors of output and gradients against float64 on the CPU."""
+    """Measures a form of a kernel at each ‖S‖₂: seconds of the first use, and errors against float64 on the CPU."""
     for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
@@ -165,7 +165,7 @@ SHAPES = (  # batch, heads, tokens; the first shape is that of ViT-B/16, the oth
 
 
 def attention_calls(tiny: bool) -> Rows:
-    """Times calls of width 64 in bfloat16, and each launch by itself.
+    """Times attention calls of width 64 in bfloat16, and each launch of a kernel by itself.
 
     The part "rest" is the time of a call minus the times of its launches.
     """
@@ -199,7 +199,7 @@ SPLIT = (  # batch, heads, tokens, width, type
 
 
 def split(tiny: bool) -> Rows:
-    """Times calls with their gradients, as replays, to see whether the kernels are worth their code."""
+    """Times a call with its gradients by our kernels, by torch's products, and by torch's attention."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
         methods: tuple[Method, ...] = ("exact", "newton_schulz")
@@ -237,7 +237,10 @@ def without_kernels() -> Iterator[None]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call without and with its gradients, as a replay and eagerly. If `with_launches`, also times each launch."""
+    """Times a call without and with its gradients, replayed from a CUDA graph and run eagerly.
+
+    If `with_launches`, also times each launch of a kernel by itself.
+    """
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)
@@ -267,7 +270,7 @@ def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) ->
 
 
 def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple]]]:
-    """Returns a pair for each launch of a kernel by `work`: its number and name, and a function that repeats it alone."""
+    """Lists the kernel launches of `work`: a name, such as "1 forward_kernel", and a function that repeats the launch."""
     from osa.kernels import launch
 
     start, found = launch.launch, []
@@ -309,7 +312,7 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """Times replays for each model.
+    """Times a training step of each model, and its parts, replayed from a CUDA graph.
 
     seconds             a whole step
     forward             the forward pass
@@ -445,7 +448,7 @@ def profile(tiny: bool) -> Rows:
 
 
 def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
-    """Returns the median seconds of `work`. On a GPU it runs as a replay of a CUDA graph, unless `replayed` is False.
+    """Returns the median seconds of `work`. On a GPU, `work` is replayed from a CUDA graph unless `replayed` is False.
 
     A CPU gives one sample. A GPU gives up to 20, in about half a second.
     """
@@ -515,7 +518,7 @@ def main() -> None:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Runs the kernels on the CPU within this context, by Triton's interpreter, as in the tests."""
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
     from osa.kernels import operators
     from tests.osa.interpreter import quick
 
@@ -546,7 +549,7 @@ def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
 
 
 def write_rows(path: Path, rows: Rows, until: float) -> None:
-    """Writes each row as it comes, so that a part that runs out of time leaves all that it has measured."""
+    """Writes each row as soon as it is measured, so that no row is lost when time runs out."""
     facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"}
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = None
@@ -563,7 +566,8 @@ def write_rows(path: Path, rows: Rows, until: float) -> None:
 def first_look(folder: Path) -> Iterator[str]:
     """Yields the decisive numbers: errors, then the times of a step with OSA and of a call."""
     forms_found = read_rows(folder / "forms.csv")
-    kept = [row for row in forms_found if row["output"] != "nan"]  # kernels return NaN if no digit would be correct
+    # Kernels return NaN where no digit would be correct. Such a row is no failure.
+    kept = [row for row in forms_found if row["output"] != "nan"]
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):

@@ -1,4 +1,4 @@
-"""Inputs with which we count and time the attention of one head. Also the naive method, the dense exponential."""
+"""Inputs for counting and timing the attention of one head, and `exponential_dense`, the naive method of Section 2.1."""
 
 from dataclasses import dataclass
 

@@ -65,8 +65,8 @@ BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
 BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
 MOST_ROWS = {"exact": 64}  # method → maximum number of tokens for which a program holds a basis in its registers
 MANY = 4096  # tokens of a long sequence
-# Form of a kernel → the number of multiprocessors that its launch sees. The default is 1. "parts" needs more multiprocessors
-# than heads, so it sees as many as an H100 has.
+# Form of a kernel → the number of multiprocessors that its launch sees. The default is 1. The form "parts" needs more
+# multiprocessors than heads, so its launch sees the multiprocessors of an H100.
 MULTIPROCESSORS = {"parts": 132}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -149,8 +149,8 @@ def code(kernel) -> dict[str, str]:
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
     """Lists the launches of a forward and a backward pass, for heads of one width.
 
-    A form for long sequences gets `MANY` tokens. Other kernels get the number in `MOST_ROWS`, or else the maximum number of
-    tokens of the short kernels.
+    Kernels for long sequences get `MANY` tokens. Kernels for short sequences get the number in `MOST_ROWS`, or else
+    `short.MAX_TOKENS`.
     """
     found, (*form, method) = [], method.split()
     multiprocessors = MULTIPROCESSORS.get("".join(form), 1)
@@ -175,7 +175,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A launch that both passes make counts once.
+    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A launch in both passes counts once.
     if form == ["parts"]:
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
@@ -218,7 +218,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Returns whether a kernel takes more resources (`row`) than its row of the table says (`than`)."""
+    """Returns whether a kernel takes more resources by its new row, `row`, than by its row in the table, `than`."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

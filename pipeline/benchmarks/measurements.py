@@ -21,8 +21,8 @@ INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
 SDPA, BEST = "sdpa", "best SDPA"  # SDPA runs the backend that torch chooses, BEST is the fastest backend
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
-# The size of square matrices → the number of samples that `peak` takes of their product. A small product ends before the
-# system interrupts the process, so small products show the peak on a busy machine too.
+# Size of the square matrices that `peak` multiplies → number of samples. A small product ends before the system interrupts
+# the process, so small products show the peak on a busy machine too.
 PEAK_SIZES = {
     256: 50,
     512: 20,
@@ -96,7 +96,7 @@ def measured(name: str) -> list[Path]:
 
 
 def with_best(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns a table of attention in which the fastest of torch's backends at each point replaces them all."""
+    """Returns the table with only the fastest of torch's softmax backends at each point, under the method name `BEST`."""
     softmax = table["method"].str.startswith(SDPA)
     fastest = table[softmax].sort_values("seconds").groupby(["width", "pass", "tokens"], as_index=False).first()
     return pd.concat([table[~softmax], fastest.assign(method=BEST)], ignore_index=True)

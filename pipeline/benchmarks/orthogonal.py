@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns the layers of width n by (map, code).
+    """Returns a dict from (map, code) to the layer of width n.
 
     Our layers and torch's are initialised with the same weight. A small random X is then added to their parameters.
     """
@@ -130,7 +130,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
     """Returns whether to time a call, from `last`: n and seconds of the last call with the same map, code, tokens and pass.
 
-    The dense layer is timed at every size, because the others are divided by it.
+    The dense layer is timed at every size, because the other times are divided by its time.
     """
     name, code, n, tokens, direction = key
     before = last.get(((name, code), tokens, direction))

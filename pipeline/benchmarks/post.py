@@ -1,8 +1,8 @@
 """The layers of the post *Orthogonal Linear Layers in PyTorch*, written from its formulas and with its steps. Part of the
 post's own code does not run: see docs/errata.md.
 
-A layer takes x (tokens, n) and its parameters, and returns x W. The parameters of `householder` are m vectors. Those of the
-other layers are n(n − 1)/2 angles, one for each plane (i, j) with i < j, ordered by i and then j.
+A layer takes x (tokens, n) and its parameters, and returns x W. The parameters of `householder` are m vectors. Any other
+layer has n(n − 1)/2 angles, one for each plane (i, j) with i < j, ordered by i and then j.
 """
 
 import torch

@@ -145,7 +145,7 @@ def our_step(training: Training) -> StepCall:
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> StepCall:
     """Returns a function that takes the next step of the straightforward script, from the weights of `ours`."""
-    from torchvision import datasets, transforms  # seconds to import
+    from torchvision import datasets, transforms  # takes seconds to import
 
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
     loader = DataLoader(mnist, batch_size=config.train.batch_size, shuffle=True, drop_last=True)
@@ -175,7 +175,7 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
 
 
 def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
-    """Sets the learning rates to 0. A step takes the same time, and the weights stay as the row says."""
+    """Sets the learning rates to 0, so that steps keep the weights. The time of a step stays the same."""
     for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = 0.0
 
@@ -205,8 +205,8 @@ def ratios(table: pd.DataFrame, settings: Params) -> dict:
     """Returns ratios of seconds for each kind of weights. A ratio is left out if one of its models has not been measured.
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
-    straightforward_over_ours   time of the script, divided by ours: for each model, and for sums over groups of models
-    eager_over_ours             time of our eager step, divided by the time of our graph. It needs a graph.
+    straightforward_over_ours   time of the script, divided by the time of our code: of each model, and summed over groups
+    eager_over_ours             time of our eager step, divided by the time of our graph; only on a device with graphs
     """
     paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]

@@ -84,7 +84,7 @@ class SoftmaxAttention(nn.MultiheadAttention):
 
 
 class Block(nn.Module):
-    """torchvision's block, without skips or norms where the variant has none."""
+    """torchvision's block, but without skips or norms if the variant has none."""
 
     def __init__(self, attention: nn.Module, embed_dim: int, hidden_dim: int, *, skip: bool, norm: bool) -> None:
         from torchvision.models.vision_transformer import MLPBlock
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """Returns torchvision's ViT for these images. The blocks are those of this file unless torchvision's fit the variant."""
+    """Returns torchvision's ViT. `Block` replaces torchvision's blocks unless the variant is a ViT with skips and LN."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant

@@ -16,31 +16,31 @@ from osa.kernels.launch import Inputs, ratio_up
 METHODS = ("exact",)
 
 MAX_ENTRIES = 2**31  # maximum number of entries that a head may span, because offsets within a head have 32 bits
-# Minimum number of rows of a part, and minimum number of parts of a head. Fewer are not worth three extra launches
+# Minimum number of rows of a part, and minimum number of parts of a head. Smaller numbers are not worth three extra launches
 MIN_ROWS, MIN_PARTS = 256, 4
 WARPS = {"num_warps": 4, "maxnreg": 255}
-# Options of fused.py. Two programs with these options fit on a multiprocessor, by the compiler's figures for sm_90 in
+# Launch options of fused.py. Two programs with these options fit on a multiprocessor, by the compiler's figures for sm_90 in
 # paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
-# Options of parts.py. Each part has a multiprocessor to itself, so more loads are in flight. `mix_kernel` and
-# `mix_backward_kernel` get the registers of eight warps
+# Launch options of parts.py. STAGES, the number of loads in flight, is larger than in fused.py, because each part has a
+# multiprocessor to itself. `mix_kernel` and `mix_backward_kernel` get the registers of eight warps
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# Options of stepped.py. By the compiler's figures, a program takes 110 kB of shared memory with one product per term, and
-# 156 kB with three products per term
+# Launch options of stepped.py. By the compiler's figures, a program takes 110 kB of shared memory with one product per term,
+# and 156 kB with three products per term
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
 
 @dataclass(frozen=True)
 class Hopper:
-    """The backend of "exact", as `osa.kernels.operators.Backend` describes it."""
+    """Implements `osa.kernels.operators.Backend` for "exact"."""
 
     method: str
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns "fused", and for few heads also "parts". Vmap may turn few heads into many, which need "fused"."""
+        """Returns "fused", and for few heads also "parts". Inside vmap few heads may become many, which need "fused"."""
         tensors, width = (query, key, value), query.shape[-1]
         fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
@@ -102,7 +102,8 @@ def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     again.
 
     Returns:
-        A dict with the numbers of "parts" of a head and "rows" of a part. It is empty if one program computes a whole head.
+        A dict: "parts" is the number of parts of a head, "rows" the number of rows of a part. The dict is empty if one
+        program computes a whole head.
     """
     parts = min(launch.multiprocessors(device) // max(count, 1), tokens // MIN_ROWS)
     if parts < MIN_PARTS:
@@ -120,7 +121,7 @@ def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
-    """Launches a kernel for the heads that need one product per term, and again for the heads that need three per term."""
+    """Launches a kernel of stepped.py twice, first with one product per term, and then with three."""
     for options, share in ((ONE_PRODUCT, 2), (THREE_PRODUCTS, 1)):
         size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
@@ -132,7 +133,10 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """Returns a number of programs, at most `share` per multiprocessor and one per head, and their scratch memory."""
+    """Returns the number of programs to launch, and their scratch memory.
+
+    There are at most `share` programs per multiprocessor, and at most one per head.
+    """
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 

@@ -19,13 +19,13 @@ from osa.kernels.tiles import high_low
 D = tl.constexpr(64)  # number of columns of query, key and value in registers
 COLUMNS = tl.constexpr(128)  # number of columns of M
 ENTRIES = tl.constexpr(8192)  # number of entries of a term, (D, COLUMNS)
-# Maximum number of terms. It suffices if ‖Z‖₂ is at most about the norm of a step in stepped.py
+# Maximum number of terms. This number suffices if ‖Z‖₂ is at most about `stepped.RADIUS`
 MAX_TERMS = tl.constexpr(11)
-# One product per term suffices if this number bounds ‖Z‖_F, or twice the maximum row sum of |Z|
+# One product per term suffices if ‖Z‖_F, or twice the maximum row sum of |Z|, is at most this number
 MAX_NORM = tl.constexpr(16.0)
-# Number of entries of a backward program's scratch: MAX_TERMS matrices s_k, MAX_TERMS matrices t_k, and Y
+# Number of scratch entries of a program of `backward_kernel`: MAX_TERMS matrices t_k, MAX_TERMS matrices s_k, and Y
 SCRATCH = tl.constexpr(23 * 8192)
-# `sum_terms` ends the sum when its bound on the relative change of the output by a term is below this number
+# `sum_terms` ends the sum at the first term that changes the output by at most this fraction
 TERM_TOLERANCE = tl.constexpr(2.0**-6)
 # The `state` of a head names the kernel that computes it:
 #   FUSED        a kernel of this file, or of parts.py
@@ -57,7 +57,7 @@ def times_jt(b_x):
 def load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
     """Loads rows of M = [Q, K] in copies of 16 bytes. Q and K are addressed as one matrix with a gap between them."""
     o_columns = tl.arange(0, COLUMNS)
-    o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # in entries of two bytes
+    o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # in bfloat16 entries, which take two bytes
     p_m = p_q + tl.where(o_columns < D, o_columns, o_columns + o_gap)[None, :] + o_rows[:, None] * row_stride
     p_m = tl.max_contiguous(tl.multiple_of(p_m, (1, 16)), (1, 8))
     mask = (o_rows < tokens)[:, None]
@@ -92,7 +92,7 @@ def o_head(i_head, heads, strides):
 
 @triton.jit
 def load_scale(scale, i_head):
-    """Loads c of a head. A c of 0 becomes tiny, with the same output, because the gradient of c is divided by c."""
+    """Loads c of a head. Replaces 0 by 1e-30, which leaves the output unchanged, because `adjoint` divides by c."""
     c = tl.load(scale + i_head).to(tl.float32)
     return tl.where(c == 0, 1e-30, c)
 
@@ -128,10 +128,11 @@ def p_panel(p_x):
 
 @triton.jit
 def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
-    """Returns Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
+    """Returns c Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
 
     A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code takes
-    ‖G‖_F for ‖M‖₂². STORE is for heads with the state FUSED. With it, the function stores Y and all terms except the last.
+    ‖G‖_F for ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. STORE assumes
+    that the head has the state FUSED.
     """
     b_gram *= c
     b_total = c * times_jt(b_vm)
@@ -158,7 +159,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
                     tl.store(p_terms + i_term * ENTRIES, b_rounded)
                 b_term = tl.dot(b_rounded, b_z) * (1.0 / (i_term + 2))
                 b_total += b_term
-    return b_total, b_z, degree, fits & (size <= least)  # False where anything is NaN
+    return b_total, b_z, degree, fits & (size <= least)  # comparisons with NaN are False
 
 
 @triton.jit
@@ -166,7 +167,7 @@ def apply(
     p_q, p_k, p_v, p_out, row_stride, out_stride, tokens, b_high, b_low,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Stores V + M T, given the high and the low part of Tᵀ."""
+    """Stores V + c M T, given the high and the low part of c Tᵀ."""
     b_t, b_t_low = tl.trans(b_high), tl.trans(b_low)
     for start in tl.range(0, tokens, ROWS, num_stages=STAGES):
         o_rows = start + tl.arange(0, ROWS)
@@ -199,7 +200,7 @@ def forward_kernel(
 
 @triton.jit
 def adjoint(b_f, b_t, b_z, degree, c, p_terms):
-    """Returns the gradient of c, A₂ᵀ and A₃ of `backward_kernel`, given Fᵀ and the results of `sum_terms`."""
+    """Returns grad c, A₂ᵀ and A₃ (see `backward_kernel`), given Fᵀ and the results of `sum_terms`."""
     tl.debug_barrier()  # waits until all threads have stored their terms
     grad_c = tl.sum(b_f * (tl.dot(b_t, b_z) + tl.load(p_terms + 2 * MAX_TERMS * ENTRIES).to(tl.float32))) / c
     p_factors = p_terms + MAX_TERMS * ENTRIES

@@ -1,8 +1,8 @@
-"""Kernels for few heads of long sequences. Here a program computes a part of a head. In fused.py, it computes a whole head.
+"""Kernels for few heads of long sequences: a program computes a part of a head, not a whole head as in fused.py.
 
     gram_kernel            G and (MᵀV)ᵀ of each part, in the forward and the backward pass
-    mix_kernel             Tᵀ of each head, given the sums over its parts
-    apply_kernel           V + M T
+    mix_kernel             c Tᵀ of each head, given the sums over the parts of the head
+    apply_kernel           V + c M T
     products_kernel        Fᵀ of each part
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
@@ -19,8 +19,8 @@ from osa.kernels.hopper.fused import COLUMNS, ENTRIES, FUSED, SCRATCH, STEPS, lo
 from osa.kernels.tiles import high_low
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
-PART_SUMS = tl.constexpr(3 * 8192)  # number of entries of G and (MᵀV)ᵀ
-HEAD_SCRATCH = tl.constexpr(27 * 8192)  # number of entries of a head's scratch: SCRATCH, then Tᵀ, A₂ᵀ and A₃
+PART_SUMS = tl.constexpr(3 * 8192)  # number of entries of G and (MᵀV)ᵀ together
+HEAD_SCRATCH = tl.constexpr(27 * 8192)  # SCRATCH entries, followed by the entries of c Tᵀ, A₂ᵀ and A₃
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def products_kernel(
 
 @triton.jit
 def mix_kernel(sums, scale, state, mixed):
-    """Stores the state of each head, as `fused.forward_kernel` does, and the high and the low part of Tᵀ."""
+    """Stores the state of each head, as `fused.forward_kernel` does, and the high and the low part of c Tᵀ."""
     i_head = tl.program_id(0)
     p_sums, p_mixed = sums + i_head.to(tl.int64) * PART_SUMS, p_panel(mixed + i_head.to(tl.int64) * 2 * ENTRIES)
     b_gram, b_vm = tl.load(p_sums + o_gram()), tl.load(p_panel(p_sums + COLUMNS * COLUMNS))

@@ -1,4 +1,4 @@
-"""Kernels for the heads that fused.py does not compute. They balance M, and compute e^Z in steps.
+"""Kernels for the heads that fused.py does not compute. The kernels balance M and compute e^Z in steps.
 
 M R replaces M. R is symplectic, so S stays the same. R balances each pair of columns as `osa.linalg.balanced` does, but is
 computed from G alone. With the balanced G, e^Z takes n steps of norm RADIUS or less,
@@ -37,9 +37,9 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # maximum norm of a step. The terms of a step then stay near 1
+RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n. No term of a step is then much larger than the first term
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
-# Maximum number of steps with split operands. If ‖Z‖₂ exceeds 2¹⁴, no digit is correct
+# Maximum number of steps with split operands. More steps are useless: if ‖Z‖₂ exceeds 2¹⁴, no digit is correct
 MAX_STEPS_SPLIT = tl.constexpr(8192)
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 # Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens. It is larger if Z
@@ -48,19 +48,19 @@ MAX_NONNORMALITY = tl.constexpr(16.0)
 # Maximum of ‖G‖_F before balancing / ‖G‖_F after balancing, with one product per term. If the ratio is larger, columns
 # cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
-TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as in fused.py
-# Maximum `osa.linalg.imbalance`. Above it, no digit is correct even with split operands
+TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # see `TERM_TOLERANCE` of fused.py
+# If `osa.linalg.imbalance` exceeds this maximum, no digit is correct even with split operands
 MAX_IMBALANCE = tl.constexpr(2.0**10)
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# Offsets in a program's scratch, in float32 entries. The scratch begins with Y
+# Offsets in a program's scratch, in float32 entries. Y has the offset 0
 #   O_F          F
 #   O_A          A₂
 #   O_GRAD_GRAM  grad G
 #   O_BALANCE    σ and γ
 #   O_Z          Zᵀ, in two bfloat16 parts
-#   O_TERMS      the terms t_k and then the factors s_k of a step, in bfloat16. With SPLIT, the low parts of both follow.
-#                Without SPLIT, the Y_j of all steps follow
+#   O_TERMS      the terms t_k and then the factors s_k of a step, in bfloat16. With SPLIT, the low parts of t_k and s_k
+#                follow. Without SPLIT, the Y_j of all steps follow
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 
@@ -290,7 +290,7 @@ def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.co
                     store_term(p_terms, i_term, b_term, SPLIT)
                 b_term = times_zt(b_term, b_z, b_z_low, SPLIT) * (fraction / (i_term + 2))
                 b_total += b_term
-    return b_total, degree, size <= least  # False where anything is NaN
+    return b_total, degree, size <= least  # comparisons with NaN are False
 
 
 @triton.jit
@@ -305,7 +305,11 @@ def stepped_forward_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, GRAM_ROWS: tl.constexpr, STAGES: tl.constexpr, SCRATCH: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Computes the output of heads with state STEPS, or SPLIT_STEPS if SPLIT, and updates their state."""
+    """Computes the output of heads with state STEPS or, if SPLIT, of heads with state SPLIT_STEPS.
+
+    Without SPLIT, a head that needs three products per term gets the state SPLIT_STEPS. With SPLIT, a head whose imbalance
+    is too large gets the state NaN.
+    """
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
         if tl.load(state + i_head) == (SPLIT_STEPS if SPLIT else STEPS):
@@ -350,7 +354,7 @@ def stepped_forward_kernel(
                     tl.store(
                         p_rows(p_out, out_strides[2], o_rows), b_out.to(tl.bfloat16), mask=row_mask(o_rows, tokens, WIDTH)
                     )
-            tl.debug_barrier()  # waits, because the next head overwrites these matrices
+            tl.debug_barrier()  # waits until all threads have read these matrices, which the next head overwrites
 
 
 @triton.jit
@@ -532,4 +536,4 @@ def stepped_backward_kernel(
                 if SPLIT:
                     b_x = tl.dot(b_k, tl.trans(b_ak_low), tl.dot(b_q, tl.trans(b_aq_low), b_x))
                 tl.store(p_grad_v + o_rows_grad, (b_x + b_e.to(tl.float32)).to(tl.bfloat16), mask=mask)
-            tl.debug_barrier()  # waits, because the next head overwrites these matrices
+            tl.debug_barrier()  # waits until all threads have read these matrices, which the next head overwrites

@@ -26,14 +26,14 @@ MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less tha
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½. With 8, errors of the output stay below 100 eps ‖S‖₂. With 16, they
 # would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
-# Number of matrices that the backward pass takes at a time. At a width of 64, autograd stores 2 MB per matrix
+# The backward pass takes this number of matrices at a time, because autograd stores 2 MB per matrix at a width of 64
 MATRICES = 128
-Mixing = Callable[..., Tensor]  # computes T from G, X, c and, for "exact", R and R⁻¹
+Mixing = Callable[..., Tensor]  # a function that computes T from G, X, c and, for "exact", R and R⁻¹
 
 
 @dataclass(frozen=True)
 class Long:
-    """The backend of one method, as `osa.kernels.operators.Backend` describes it."""
+    """Implements `osa.kernels.operators.Backend` for one method."""
 
     method: str
 
@@ -142,7 +142,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
-@torch.inference_mode(False)  # this and enable_grad turn on autograd, which is off inside an operator
+@torch.inference_mode(False)  # with `enable_grad`, turns on autograd, which is off inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
     mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
@@ -155,7 +155,7 @@ def _mixing_gradients(
 
 
 def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
-    """Π = G_K of G / (‖M‖_F + ε)²."""
+    """Returns Π = G_K, the result of K Newton–Schulz iterations from G_0 = G / (‖M‖_F + ε)²."""
     square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     # The clamp makes the derivative of the root finite at M = 0.
     norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
@@ -167,7 +167,7 @@ def _gram_and_products(
 ) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    If γ is given, the kernel shears the columns of M first, and computes only the matrices for which `is_lost` is True.
+    If γ (`shear`) is given, the kernel first shears the columns of M, and computes G and X only where `is_lost` is True.
     """
     query, key, value, _ = inputs
     is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
@@ -189,8 +189,8 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Returns γ, (matrices, 2d, 1), and whether shearing by γ makes G inaccurate, (matrices, 1, 1).
 
-    The shorter column of a pair has the γ for which its projection on the longer one is γ times the longer one. The longer
-    column has γ = 0.
+    The projection of the shorter column of a pair on the longer column is γ times the longer column. Shearing subtracts this
+    projection from the shorter column. The longer column has γ = 0.
     """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
@@ -202,9 +202,9 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """Returns σ, (matrices, 2d, 1): powers of two s and 1/s for each pair, which make its columns about equally long."""
+    """Returns σ, (matrices, 2d, 1): for each pair of columns, powers of two s and 1/s that make them about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
-    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds the ratio if the columns are parallel
+    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds σ if shearing leaves nothing of a column
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
     exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]
@@ -278,7 +278,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `apply_backward_kernel`: `apply_tile`, with fewer rows where registers would run out."""
+    """Launch options of `apply_backward_kernel`: those of `apply_kernel`, but with fewer rows if registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)
@@ -288,6 +288,6 @@ def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
 def _tile(rows: int, part: int, query: Tensor, value: Tensor, stages: int) -> dict:
     width, value_width = padded(query.shape[-1]), padded(value.shape[-1])
     tile, widest = (rows, min(part, width), width, value_width), max(width, value_width)
-    is_shared = widest == 64 and uses_tensor_cores(query, value)  # two such programs fit on a multiprocessor
+    is_shared = widest == 64 and uses_tensor_cores(query, value)  # two programs then share a multiprocessor
     registers = 128 if is_shared else 255
     return {"TILE": tile, "num_warps": 4 if widest <= 32 else 8, "num_stages": stages, "maxnreg": registers}

@@ -52,10 +52,10 @@ def _column_products(q, k, b_shear_q, b_shear_k):
 def _gather(m, balance, q, k, METHOD: tl.constexpr):
     """Stores M = [Q, K], or for "exact" the balanced M = [σ (Q − a ∘ K), (K − b ∘ Q) / σ], and a, b and σ in `balance`.
 
-    The projection on the longer column of each pair is subtracted from the shorter one, and σ makes the two about equally
-    long. The result is M T with T J Tᵀ = J. S = c M J Mᵀ stays the same, so the backward pass treats T as a constant. ‖M‖
-    becomes smaller, and with it the rounding of "exact". σ is a power of two, so scaling is exact. The differences are in
-    float64 because Q may nearly equal K.
+    In each pair, balancing subtracts from the shorter column its projection on the longer column, and σ makes both columns
+    about equally long. The result is M R with R J Rᵀ = J. S = c M J Mᵀ stays the same, so the backward pass treats R as a
+    constant. ‖M‖ and the rounding of "exact" become smaller. σ is a power of two, so scaling is exact. The differences are
+    in float64 because Q may nearly equal K.
     """
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = tl.zeros((BLOCK,), tl.float32)
@@ -82,7 +82,7 @@ def _gather(m, balance, q, k, METHOD: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _scatter(grad_q, grad_k, grad_m, balance):
-    """Stores the gradients of Q and K: the gradient of the M T that `_gather` stores, times Tᵀ from the right."""
+    """Stores the gradients of Q and K, which are the halves of `grad_m` Rᵀ, with the R of `_gather`."""
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = load(balance, tl.arange(0, 1), o_columns)
     b_shear_k = load(balance, 1 + tl.arange(0, 1), o_columns)
@@ -123,13 +123,13 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
-    """`_gram_schmidt`, but called instead of inlined: a program that seldom needs a basis reserves no registers for it."""
+    """Calls `_gram_schmidt` without inlining, so that a program that seldom needs a basis reserves no registers for it."""
     _gram_schmidt(basis, m, ALL_ROWS)
 
 
 @triton.jit
 def _either(a, b, is_first):
-    """Selects one of two matrices, which lie in the same scratch memory."""
+    """Returns `a` if `is_first`, and otherwise `b`. Both matrices lie in the same scratch memory."""
     return (a[0], a[1], a[2], a[3], a[4], tl.where(is_first, a[5], b[5]))
 
 

@@ -16,13 +16,13 @@ METHODS = ("exact", "newton_schulz", "qr")
 # The registers of a program hold the Gram matrices of a query and a key of this size
 MAX_TOKENS, MAX_WIDTH = 256, 16
 MAX_PHI1_ROWS = MAX_ROWS.value
-ENTRIES_PER_THREAD = 64  # entries of a basis that Gram–Schmidt holds in a thread's registers
+ENTRIES_PER_THREAD = 64  # number of entries of a basis that Gram–Schmidt holds in the registers of a thread
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp per matrix takes half the time of four on an H100
 
 
 @dataclass(frozen=True)
 class Short:
-    """The backend of one method, as `osa.kernels.operators.Backend` describes it."""
+    """Implements `osa.kernels.operators.Backend` for one method."""
 
     method: str
 
@@ -46,7 +46,7 @@ class Short:
         query, _, value, _ = inputs
         size, block = _sizes(query, value)
         constants = self.constants("backward", query, value, num_iterations)
-        squares = 11 + num_iterations  # number of matrices (2d, 2d): each iteration stores one
+        squares = 11 + num_iterations  # number of matrices (2d, 2d) in scratch memory: each iteration stores one
         scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + _terms_size(size)
         tensors, with_strides = (*inputs, saved, grad, *grads), (*inputs, grad, grads[0], grads[2])
         _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)
@@ -94,7 +94,7 @@ def _launch_heads(
 
 
 def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Returns 2d and 2d · d_value."""
+    """Returns 2d, the number of columns of M, and 2d · d_value, the number of entries of X."""
     return 2 * query.shape[-1], 2 * query.shape[-1] * value.shape[-1]
 
 

@@ -49,7 +49,10 @@ def is_balanced(gram, scale, scratch):
 
 @triton.jit(noinline=True)
 def _projector(gram, grams, ITERATIONS: tl.constexpr):
-    """G ← Π = G_K by G_{k+1} = T G T with T = ½ (3I − G). Stores G_0 to G_{K−1} in `grams`, unless it is None."""
+    """Replaces G = G_0 by Π = G_K, where G_{k+1} = T G_k T and T = ½ (3I − G_k).
+
+    Stores G_0 to G_{K−1} in `grams`, unless `grams` is None.
+    """
     b_g = blocks.load_symmetric(gram)
     for i_iteration in range(ITERATIONS):
         if grams is not None:
@@ -179,7 +182,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         g_j, scratch = matrix(scratch, size, size)
         _skew(z, g, scale, g_j)
         copy(h, f, 1.0)
-        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # U, Ū, and the gradient of [S] through φ₁([S])
+        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # stores U, Ū, and the gradient of [S] through φ₁([S])
         multiply(h, z, y, 1.0, x, 1.0)  # Bᵀ exp(S) V
         times_j(g_j, g, 1.0)
         multiply(a1, transpose(g), h, 1.0, None, 0.0)

@@ -134,7 +134,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """`phi1_gradients` for Z times the fraction. The W_k lie in scratch memory, and loading them delays no product."""
+    """Stores the results of `phi1_gradients` for `fraction` Z. W_k lies in scratch memory: loading it delays no product."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

@@ -1,7 +1,7 @@
-"""Trains runs on the nodes of a Ray cluster. The nodes have neither code nor data: each receives one archive with both.
+"""Trains runs on the nodes of a Ray cluster. Each node receives an archive of the code and the data.
 
-A node unpacks the archive into a folder named by the digest of the archive, from which all trainings on the node read. The
-driver writes the archive to a file and passes it to Ray memory-mapped, since the data may exceed the memory.
+A node unpacks the archive into a folder that is named by the archive's digest. All trainings on the node read this folder.
+This process passes the archive to Ray as a memory-mapped file, since the data may exceed the memory.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from pipeline.tools import jobs
 from pipeline.tools.jobs import Job, command, execute
 from pipeline.training.run import Run
 
-SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # sent to the nodes, with the data
+SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # paths in the archive, which also holds the data
 RETRIES = 3  # maximum number of times that a training restarts because its node has died
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # matches Ray's messages
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # pattern of Ray's messages
 
-# (tasks, seconds) → ended tasks: waits until a task ends, but at most `seconds`
+# Given tasks and a number of seconds, waits at most this long for a task to end. Returns the ended tasks.
 Ended = Callable[[list, float], list]
-# (run, task) → None: stores the files of a finished run
+# Given a run and its task, stores the files of the finished run.
 Receive = Callable[[Run, Any], None]
 
 
 @contextmanager
 def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tuple[dict[Any, Run], Ended, Receive]]:
-    """Submits trainings to a cluster. Each uses a core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU.
+    """Submits trainings to a cluster. Each training uses a core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU.
 
     Yields:
-        The runs by task, a function that waits for tasks, and a function that stores the files of a finished task.
+        A dictionary from tasks to runs, a function that waits for tasks, and a function that stores the files of a finished
+        task.
 
     Raises:
         UserError: Ray is not installed, or the address has no cluster.
@@ -55,14 +56,14 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
     except ConnectionError:
         raise UserError(f"there is no Ray cluster at {address}: start one with `ray start --head`.") from None
     try:
-        for module in (jobs, sys.modules[__name__]):  # pickled by value, as nodes cannot import these modules
+        for module in (jobs, sys.modules[__name__]):  # nodes cannot import these modules, so Ray sends their code
             ray.cloudpickle.register_pickle_by_value(module)
         options = needs(ray.cluster_resources(), per_gpu)
         work = ray.remote(**options, max_retries=RETRIES, scheduling_strategy="SPREAD")(execute_shipped)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # Ray does not copy plain arrays
+            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # a plain array, which Ray does not copy
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
@@ -78,12 +79,12 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
 
 
 def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
-    """Returns what a training takes: one core and, if the cluster's `resources` have GPUs, 1 / `per_gpu` of a GPU."""
+    """Returns the resources of a training: one core and, if the cluster's `resources` have GPUs, 1 / `per_gpu` of a GPU."""
     return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 
 def import_ray() -> ModuleType:
-    """Imports Ray. Turns off its telemetry and its messages about dead nodes. Raises UserError if it is not installed."""
+    """Imports Ray without its telemetry and its messages about dead nodes. Raises UserError if Ray is missing."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", OF_DEAD_NODES)
     try:
@@ -94,7 +95,7 @@ def import_ray() -> ModuleType:
 
 
 def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
-    """Warns of each dead node once, and adds it to `known`."""
+    """Warns of each dead node that is not in `known`, and adds the node to `known`."""
     for node in nodes:
         if not node["Alive"] and node["NodeID"] not in known:
             known.add(node["NodeID"])
@@ -103,12 +104,12 @@ def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
 
 
 def files_of(run: Run) -> list[Path]:
-    """The files that a training may write, its record last."""
+    """Returns the paths of the files that a training may write. The record comes last."""
     return [*run.files.values(), run.folder / RECORD]
 
 
 def receive(run: Run, contents: dict[Path, bytes]) -> None:
-    """Stores the files of a run, its record last. Adds the commit to the record, as the nodes do not know it."""
+    """Stores the files of a run, and finally its record. Adds the commit to the record, as nodes have no git repository."""
     *others, record_path = files_of(run)
     for path in others:
         if path in contents:
@@ -136,7 +137,7 @@ def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths:
     """Runs `execute` on a node, in a temporary folder with links to the unpacked archive.
 
     Returns:
-        The content of each of `paths` that exists afterwards.
+        A dictionary from path to content, for each of `paths` that exists after the training.
     """
     shipped = unpacked(pages, digest)
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +148,7 @@ def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths:
 
 
 def unpacked(pages: np.ndarray, digest: str) -> Path:
-    """Returns the folder on this node with the unpacked archive. The first training unpacks it; the others wait."""
+    """Unpacks the archive on this node, unless an earlier training has done so. Returns the folder."""
     folder = Path(tempfile.gettempdir(), f"osa-{digest}")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -1,6 +1,6 @@
 """Checks installation, data and results, with a remedy for each problem: `make doctor`, or `python3 -m pipeline doctor`.
 
-It needs only Python, changes nothing, and exits with status 1 if `make reproduce` would fail.
+The command needs only Python, changes nothing, and exits with status 1 if `make reproduce` would fail.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pipeline.tools import install, locks
 
-LEAST_DISK = 2e9  # minimum free space in bytes, for data and weights and for DVC's copies of both
-Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if `make reproduce` needs it
+LEAST_DISK = 2e9  # free bytes that data, weights and DVC's copies of them need
+Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if a problem stops `make reproduce`
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
-    """Returns the lines of a check. If the check raises an exception, returns a line about it."""
+    """Returns the lines of a check. If the check raises an exception, returns one line that reports the exception."""
     what = check.__name__.rstrip("_")
     try:
         return list(check())
@@ -84,7 +84,7 @@ def data() -> Iterator[Line]:
 
     source = params.load().data.source
     if idx.folder(source).exists():
-        idx.data_digest(idx.folder(source))  # an error names the file and its remedy
+        idx.data_digest(idx.folder(source))  # raises an error that names the damaged file and a remedy
         yield "data", f"{source}, whole", "", True
     else:
         copy = "" if source == params.USER_FOLDER else f", or from a copy with OSA_{source.upper()}_MIRROR=/path/to/it"

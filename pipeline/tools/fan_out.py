@@ -4,10 +4,10 @@ By default, it trains the runs of Table 2. With `--only`, it trains other runs, 
 process on this machine, with one thread or a share of a GPU. With `--cluster ADDRESS`, runs train on the nodes of a Ray
 cluster (requirements-cluster.txt). The nodes receive code, data and parameters, and send back each run's files. If a node
 dies, its trainings restart on other nodes. After an interruption, the same command resumes each run at the last point of its
-curves. On a cluster, it starts each run again.
+curves. On a cluster, each run starts again at step 0.
 
-`--print` only prints the commands, for other ways to run them. fan_out registers runs with DVC and MLflow in groups, as they
-end. At its start, it registers runs that were trained without it.
+With `--print`, it only prints the commands that train the runs. fan_out registers runs with DVC and MLflow as they end. When
+it starts, it also registers runs that were trained without fan_out.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from pipeline.tools.jobs import (
 )
 from pipeline.training.run import TABLE_2, Run, matches
 
-SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds between updates, on a terminal and elsewhere
+SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds between updates of the progress, on a terminal and in a log
 
 
 @entry_point
@@ -101,13 +101,13 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def single_instance(lock: Path) -> Iterator[None]:
-    """Holds a lock inside the context. Also makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+    """Holds the lock file `lock` in a context. Also makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
 
     Raises:
-        UserError: another process holds the lock, or the user interrupts this one.
+        UserError: another process holds the lock, or the user interrupts the command.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, signal.default_int_handler)
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -122,7 +122,10 @@ def single_instance(lock: Path) -> Iterator[None]:
 def train_all(
     jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int = 1
 ) -> Iterator[list[Run]]:
-    """Trains on the cluster at `address`, or on this machine. Imports ended runs into MLflow, and yields them in groups."""
+    """Trains runs on the cluster at `address`, or else on this machine.
+
+    Yields the ended runs in groups, after importing them into MLflow unless `no_tracking`.
+    """
     if address:
         finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
     else:
@@ -135,12 +138,13 @@ def train_all(
 
 
 def at_once(per_gpu: int) -> int:
-    """The number of trainings at a time on this machine: `per_gpu` for each GPU or, without GPUs, one for each core."""
-    import torch  # slow, and rarely needed: usually nothing is left to train
+    """Returns the default number of trainings at once on this machine: `per_gpu` per GPU or, without a GPU, one per core."""
+    import torch  # slow to import, and not needed if no run is left to train
 
     if count := torch.cuda.device_count():
         return count * per_gpu
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # macOS lacks it
+    # macOS has no sched_getaffinity.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Progress
@@ -153,8 +157,8 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
     """
     estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
     epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    # `shown` is the displayed number of epochs, which never decreases. `news` holds the number of runs left and the value of
-    # `shown` at the last forecast.
+    # `shown` is the displayed number of finished epochs, which never decreases. `news` holds the number of runs left and the
+    # value of `shown` at the last forecast.
     shown, news = 0.0, None
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
         for ended in itertools.chain([[]], finished):
@@ -177,31 +181,31 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
 
 
 def show_every() -> float:
-    """Seconds between updates."""
+    """Returns the seconds between updates of the progress."""
     return SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
 
 
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
-    """The remaining epochs of a run, and an estimate of the seconds they will take.
+    """Returns the remaining epochs of a run, and the estimated remaining seconds, which are None if unknown.
 
-    While the run trains on this machine, the estimate follows from the run's own pace, not counting pauses
-    before a resumption. Otherwise it follows from the records of other runs.
+    If the run is training on this machine, the estimate uses the run's own pace, not counting interruptions. Otherwise, the
+    estimate comes from the records of earlier runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
-        with contextlib.suppress(UserError):  # the run has just ended
+        with contextlib.suppress(UserError):  # if the run has just ended, this record is gone
             own = records.parse(path, RunRecord, f"delete {path.parent}")
-            done = len(own.timestamps) - 1  # points after the first, which is at step 0
+            done = len(own.timestamps) - 1  # number of points after step 0
             if done > 0 and matches(own, config):
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own.seconds / done
     with contextlib.suppress(UserError):
-        if is_trained(run, config):  # its process is about to end
+        if is_trained(run, config):  # the run is complete, but its process has not ended
             return 0, 0
     return config.train.epochs, estimates.of(run, config)
 
 
 def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
-    """Formats the time left for several runs. It is unknown if a duration is None, or once `since` exceeds the forecast.
+    """Formats the time left for several runs. This time is unknown if a duration is None or `since` exceeds the forecast.
 
     Args:
         seconds: forecast duration of each run in seconds, or None if it is unknown.
@@ -211,7 +215,7 @@ def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> 
     known = [each for each in seconds if each is not None]
     if len(known) < len(seconds):
         return "time left unknown"
-    left = max(sum(known) / max(1, at_a_time), *known, 0) - since  # the longest run is a lower bound
+    left = max(sum(known) / max(1, at_a_time), *known, 0) - since  # at least as long as the longest run
     return f"{times.duration(left)} left" if left >= 0 else "time left unknown"
 
 
@@ -223,9 +227,9 @@ def has_dvc() -> bool:
 
 
 def adopt(settings: Params, no_tracking: bool) -> None:
-    """Registers with DVC and MLflow the current runs of Table 2 that DVC does not know, and would train again.
+    """Tells DVC and MLflow of up-to-date runs of Table 2 that DVC does not know and would train again.
 
-    Such runs were trained by hand, by a command of `--print`, or on another machine, or fan_out was killed after they ended.
+    Such runs were trained by another command or on another machine, or fan_out was killed before it registered them.
 
     Raises:
         UserError: `dvc commit` fails.
@@ -247,9 +251,9 @@ def adopt(settings: Params, no_tracking: bool) -> None:
 
 
 def commit(runs: list[Run]) -> list[str]:
-    """Registers new runs of Table 2 with DVC, which would otherwise train them again. Runs of studies are not DVC stages.
+    """Registers runs of Table 2 with DVC, which would otherwise train them again. Runs of studies are not DVC stages.
 
-    Returns the stages for which `dvc commit` failed.
+    Returns the stages of the runs if `dvc commit` fails, and otherwise [].
     """
     targets = [run.stage for run in runs if run.study == TABLE_2]
     if not (targets and has_dvc()):
@@ -261,13 +265,13 @@ def commit(runs: list[Run]) -> list[str]:
     return targets if subprocess.run(command, check=False).returncode else []
 
 
-# Training, here or on a cluster
+# Training on this machine or on a cluster
 
 
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
-    """Trains on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
+    """Trains runs on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
 
-    After each wait, yields the runs that have ended. This list may be empty.
+    At least every `show_every()` seconds, yields the list of the runs that have ended since the last list.
     """
     import torch
 
@@ -287,7 +291,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
 
     def take(run: Run, future: Future) -> None:
         if error := future.exception():
-            for other in futures:  # runs that have started continue, but no other starts
+            for other in futures:  # runs that have started continue; all others are cancelled
                 other.cancel()
             raise error
 
@@ -299,7 +303,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
             yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, take)
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
-            while PROCESSES or not all(future.done() for future in futures):  # a process may be about to start
+            while PROCESSES or not all(future.done() for future in futures):  # a task may still start a process
                 for process in set(PROCESSES):
                     process.terminate()
                 time.sleep(0.05)
@@ -307,18 +311,22 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
 
 
 def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[list[Run]]:
-    """Trains on a cluster. After each wait, yields the runs that have ended and sent their files. This list may be empty."""
+    """Trains runs on a cluster.
+
+    At least every `show_every()` seconds, yields the list of the runs that have ended and sent their files since the last
+    list.
+    """
     with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
         yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)
 
 
 def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Waits for tasks with the function `wait`, and passes each ended task to the function `take`.
+    """Waits for tasks with the function `wait`, and passes each ended task with its run to the function `take`.
 
-    After each wait, yields the runs whose tasks have ended without an error. This list may be empty.
+    After each call of `wait`, yields the list of the runs whose tasks have just ended without an error.
 
     Raises:
-        UserError: a task failed. Raised only after all other tasks, which may take hours, have ended.
+        UserError: a task failed. The error is raised only after all other tasks, which may take hours, have ended.
     """
     waiting, failures = dict(tasks), []
     while waiting:

@@ -1,8 +1,8 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-It needs only Python, and also runs on a version of Python that is too old for the other code. On Linux, PyTorch's own index
-has a build for CPUs, and PyPI has a build with CUDA. A machine without a GPU gets the build for CPUs. If PyTorch's index is
-unavailable, it gets PyPI's build.
+The script needs only Python, even a version that is too old for the other code. On Linux, PyTorch's own index has a build
+for CPUs, and PyPI has a build with CUDA. A machine without a GPU gets the build for CPUs, or PyPI's build if PyTorch's index
+is unavailable.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import urllib.request
 from pathlib import Path
 from typing import BinaryIO
 
-OLDEST, NEWEST = (3, 11), (3, 14)  # Python versions for which requirements.txt resolves
+OLDEST, NEWEST = (3, 11), (3, 14)  # oldest and newest Python that all pins in requirements.txt support
 PATIENCE = 5  # seconds to wait for PyTorch's index
-CPU, PYPI = "cpu", "pypi"  # source of PyTorch: its own index of builds for CPUs, or PyPI
+CPU, PYPI = "cpu", "pypi"  # sources of PyTorch: PyTorch's index of builds for CPUs, and PyPI
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def update(options: argparse.Namespace) -> None:
-    """Installs the packages of each requirements file that differs from its copy in the environment."""
+    """Installs the packages of each requirements file that has changed since its installation."""
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
@@ -56,7 +56,7 @@ def update(options: argparse.Namespace) -> None:
     venv.mkdir(parents=True, exist_ok=True)
     with (venv / "install.log").open("ab") as log:
         try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an installer that outlives its parent keeps the lock
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an installer inherits the lock, and may outlive this process
         except BlockingIOError:
             sys.exit(f"error: another process installs into {venv}: try again when it has ended.")
         log.truncate(0)
@@ -73,27 +73,27 @@ def update(options: argparse.Namespace) -> None:
 
 
 def has_python(venv: Path) -> bool:
-    """True if the environment's Python exists. It is a link, and a system upgrade may have removed its target."""
+    """True if the environment's Python exists. A system upgrade may have removed the file to which bin/python links."""
     return (venv / "bin/python").exists()
 
 
 def is_installed(path: Path, venv: Path) -> bool:
-    """True if the environment has an equal copy of this requirements file. The copy is written after installation."""
+    """True if the environment holds an equal copy of the requirements file. An installation ends by writing this copy."""
     copy = venv / path.name
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
 
 def torch_build(venv: Path) -> str:
-    """The source of the environment's PyTorch, CPU or PYPI; empty if none is installed."""
+    """Returns the source of the installed PyTorch, CPU or PYPI, or "" if PyTorch is not installed."""
     note = venv / ".torch"
     return note.read_text(encoding="utf-8").strip() if has_python(venv) and note.exists() else ""
 
 
 def create(options: argparse.Namespace, log: BinaryIO) -> None:
-    """Creates the environment with this Python, or, if its version does not fit, with one that uv finds or fetches."""
+    """Creates the environment with the running Python. If its version does not fit, uv finds or fetches another Python."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
-        path.unlink(missing_ok=True)  # left from an environment that has lost its Python
+        path.unlink(missing_ok=True)  # notes of an earlier environment that has lost its Python
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif options.uv:
@@ -108,7 +108,7 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
 
 
 def install_with_torch(path: Path, options: argparse.Namespace, log: BinaryIO) -> None:
-    """Installs requirements.txt with the chosen build of PyTorch."""
+    """Installs requirements.txt with the build of PyTorch that `choose` returns."""
     venv, chosen = options.venv, choose(options.venv, options.torch)
     if chosen == CPU and install_torch_for_cpus(path, options, log):
         (venv / ".torch").write_text(CPU, encoding="utf-8")
@@ -131,9 +131,9 @@ def announce(venv: Path, size: str) -> None:
 
 
 def choose(venv: Path, torch: str) -> str:
-    """Chooses the source of PyTorch: the source used before, or the requested one, or the one that fits the machine."""
+    """Returns PyTorch's source: the earlier source, else the requested source, else the source that fits the machine."""
     if sys.platform != "linux":
-        return PYPI  # the only build for other systems
+        return PYPI  # other systems have only this build
     if torch_build(venv):
         return torch_build(venv)
     if torch:
@@ -146,13 +146,13 @@ def has_gpu() -> bool:
         return False
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):  # for instance a broken driver
+    except (OSError, subprocess.TimeoutExpired):  # for instance because the driver is broken
         return False
     return listed.startswith(b"GPU ")
 
 
 def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryIO) -> bool:
-    """Installs torch and torchvision from PyTorch's index. Returns False if the index does not answer or lacks them."""
+    """Installs torch and torchvision from PyTorch's index. Returns False if the index does not answer or lacks a build."""
     if torch_build(options.venv) != CPU and not answers(public(options.index) + "/torch/"):
         return False
     announce(options.venv, "about 2 GB, with PyTorch for CPUs")
@@ -162,12 +162,12 @@ def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryI
 
 
 def public(url: str) -> str:
-    """The address without user and password."""
+    """Removes user and password from an address."""
     return re.sub("//[^/@]*@", "//", url).rstrip("/")
 
 
 def answers(url: str) -> bool:
-    """True if a server answers in time. An HTTP error counts as an answer, since the installer may have a password."""
+    """True if a server answers in time, even with an HTTP error, since the server may accept the installer's password."""
     answered = []
 
     def ask() -> None:

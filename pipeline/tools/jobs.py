@@ -23,7 +23,7 @@ from pipeline.training.run import TABLE_2, Run
 
 OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
-PROCESSES: set[subprocess.Popen] = set()  # processes of trainings that are running
+PROCESSES: set[subprocess.Popen] = set()  # processes of the running trainings
 
 
 def missing(jobs: list[Job]) -> list[Job]:
@@ -39,7 +39,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """The runs of Table 2 and of studies that match the patterns, in the order of the patterns.
+    """Returns the runs of Table 2 and of studies that match a pattern, such as table_2/osa_qr/*, in the patterns' order.
 
     Raises:
         UserError: a pattern matches no run.
@@ -64,10 +64,10 @@ def table_2_jobs(settings: Params) -> list[Job]:
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
-    """The runs that a study trains and compares; [] for a study that trains none."""
+    """Returns the runs that a study trains and compares, or [] if the study trains no run."""
     if (trainings := studies.get(study).trainings) is None:
         return []
-    from pipeline.studies.lab import Lab  # imports torch
+    from pipeline.studies.lab import Lab  # this module imports torch, which is slow
 
     lab = Lab(study, settings, params.load_paper(), studies.reading_of(study))
     return [
@@ -78,7 +78,7 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
 
 @functools.cache
 def source_digest(source: str) -> str:
-    """The digest of a data set. Cached."""
+    """Returns the digest of a data set, which each process computes only once."""
     return idx.data_digest(idx.folder(source))
 
 
@@ -89,7 +89,7 @@ def command(run: Run) -> list[str]:
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Runs Python on one thread, in a folder that has code, parameters and data. Prints the warnings of the process.
+    """Runs a Python process on one thread, in a folder with code, parameters and data. Prints the warnings of the process.
 
     Raises:
         RuntimeError: the process fails.

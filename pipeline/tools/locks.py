@@ -11,11 +11,11 @@ from pipeline.core.files import is_alive
 
 FAN_OUT, TRY, DVC = Path(".checkpoints/fan_out.lock"), Path(".checkpoints/try.lock"), Path(".dvc/tmp/lock")
 WRITERS = {"check", "fetch", "train", "evaluate", "tables", "study", "report", "fan_out", "try", "tries"}
-RWLOCK = Path(".dvc/tmp/rwlock")  # DVC lists here the paths that its processes read and write
+RWLOCK = Path(".dvc/tmp/rwlock")  # DVC's list of the paths that its processes read and write
 
 
 def held() -> list[str]:
-    """The locks that other processes hold, and the running processes of DVC."""
+    """Returns the paths of the locks that other processes hold, and descriptions of the other running processes of DVC."""
     return [str(path) for path in (DVC, FAN_OUT, TRY) if _is_held(path)] + dvc_processes()
 
 
@@ -29,7 +29,7 @@ def _is_held(path: Path) -> bool:
 
 
 def claims() -> dict | None:
-    """The content of RWLOCK, the paths that processes of DVC read and write. None if it is damaged, as after a kill."""
+    """Returns the content of RWLOCK, or None if the file is damaged, as after a kill."""
     try:
         content = json.loads(RWLOCK.read_text(encoding="utf-8")) if RWLOCK.exists() else {}
         return content if isinstance(content, dict) else None
@@ -38,7 +38,7 @@ def claims() -> dict | None:
 
 
 def dvc_processes() -> list[str]:
-    """The running processes of DVC in this folder, as "`dvc repro` (process 12)". Processes that have died are left out."""
+    """Returns the other running processes of DVC in this folder, as "`dvc repro` (process 12)"."""
     known = claims() or {}
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():
@@ -48,9 +48,10 @@ def dvc_processes() -> list[str]:
 
 
 def stages() -> list[str]:
-    """The running commands of the pipeline that write results in this folder, as "`train osa_qr 0` (process 12)".
+    """Returns the running commands of the pipeline that write results in this folder, as "`train osa_qr 0` (process 12)".
 
-    A stage may outlive the `dvc repro` that started it. Such a stage holds no lock. Without /proc, no command is found.
+    Locks do not reveal every such command, since a stage that outlives its `dvc repro` holds no lock. The list is empty on
+    systems without /proc.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*"):

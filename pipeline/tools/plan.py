@@ -29,12 +29,12 @@ MOST_SHOWN = 4  # maximum number of names, and of reasons, on a line
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("plan", __doc__).parse_args(arguments)
-    from dvc.exceptions import DvcException  # takes a second to import
+    from dvc.exceptions import DvcException  # DVC takes a second to import
     from dvc.lock import LockError
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # an error in params.yaml or paper.yaml would stop the check stage
+    params.load_paper()  # reports an error in paper.yaml, which would stop the check stage
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not changed:
         print("Nothing has changed: data and pipelines are up to date.")
     for group, stages in by_group(changed).items():
-        why: dict[str, None] = {}  # each reason once, in order
+        why: dict[str, None] = {}  # holds each reason once, in order
         for stage in stages:
             why |= dict.fromkeys(changed[stage])
         print(f"{group_label(group, stages)}: {shortened(list(why), '; ')}{estimate(stages, settings, estimates)}")
@@ -78,13 +78,13 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
     Returns:
         The stages that will run, with the reasons for each.
-        The stages that depend on them, and may therefore run too.
+        The stages that depend on these stages, and may therefore run too.
         The number of all stages.
     """
     import networkx
     from dvc.repo import lock_repo
 
-    with lock_repo(repo):  # inside one lock DVC reads its files only once
+    with lock_repo(repo):  # while DVC holds its lock, it reads its files only once
         status, graph = repo.status(), repo.index.graph
     changed: dict[str, list[str]] = {}
     following: list[str] = []
@@ -99,7 +99,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Yields the reasons why DVC would run a stage, from its entry in DVC's status. A missing file alone is no reason."""
+    """Yields the reasons why DVC would run a stage with this entry in DVC's status. A missing file alone is no reason."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return
@@ -116,7 +116,7 @@ def reasons(stage: Stage, status: list) -> Iterator[str]:
 
 
 def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
-    """Yields a description of each value or block that differs: "train.epochs is 3, was 10"."""
+    """Yields a description of each parameter that differs between `before` and `after`: "train.epochs is 3, was 10"."""
     for key in before | after:
         name, old, new = f"{above}{key}", before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -157,7 +157,7 @@ def estimate(stages: list[str], settings: params.Params, estimates: times.Estima
 
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
-    """Formats the estimated time of trainings, one after another, plus `others` seconds."""
+    """Formats the estimated time of trainings that run one after another, plus `others` seconds."""
     known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
     if len(known) < len(trainings):
         return "; of unknown length"

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(settings: Params) -> str:
-    """The test accuracies as text, one line per run."""
+    """Formats the test accuracies of the runs, one run per line."""
     lines = ["Test accuracy"]
     for variant in settings.run.variants:
         for seed in settings.run.seeds:

@@ -1,6 +1,7 @@
 """Reproduces the paper: `make reproduce`. Fetches the data, trains missing runs in parallel, and lets DVC do the rest.
 
-At the end it prints the table, the paths of page and figure, the number of runs trained, and how to train again.
+At the end, it prints the table, the paths of the page and the figure, the number of runs trained, and how to train a run
+again.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
 
 
 def has_data(source: str) -> bool:
-    """True if a published data set is here and intact. False for a user's folder, which may have changed."""
+    """True if a published data set is here and intact. Always False for the user's images, which may have changed."""
     with contextlib.suppress(UserError):
         return bool(source_digest(source)) and source != params.USER_FOLDER
     return False
@@ -79,7 +80,7 @@ def repro(*options: str) -> None:
 
 
 def summary_line(trained: int) -> str:
-    """A sentence that says how many runs were trained, and whether the results are as committed."""
+    """Returns a sentence with the number of runs trained or, if it is 0, whether results differ from the last commit."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
@@ -93,7 +94,7 @@ def summary_line(trained: int) -> str:
 
 
 def how_to_train(settings: params.Params) -> str:
-    """A sentence with the command that trains one run again, and its time, estimated from records."""
+    """Returns a sentence with the command that trains one run again, and with the estimated time of this training."""
     (run, config), *_ = table_2_jobs(settings)
     seconds = times.Estimates(record for _, record in recorded()).of(run, config)
     time = f" (about {times.duration(seconds)})" if seconds else ""

@@ -1,7 +1,7 @@
 """Goes back to the committed results without losing anything: `make restore`, or `python -m pipeline restore`.
 
-It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. Their present versions,
-and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
+It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. The present versions
+of these files, and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
 The steps that can fail come first: git resets its index and writes the committed files to .restored/DATE.incoming/. After
 that, files only move. If a step fails, all steps are undone. After a kill, every file is in its place or in .restored/DATE/,
@@ -26,9 +26,9 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # printed paths have at most five parts: paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # printed paths have at most five parts, as in paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
-OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
+OF_A_RUN = re.compile(  # matches the files of runs, except tries, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
     r"|weights/(?!tries/)[^/]+/[^/]+/\d+\.safetensors|evaluations/[^/]+/\d+/evaluation\.json|data/\w+\.txt)"
 )
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_while_others_work()
     if changed_paths() != states:
         raise UserError("nothing was restored, as files have changed since the list: give the command again.")
-    staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]  # edited after staging
+    # Files that were edited after staging have two versions to keep.
+    staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]
     restore(folder, affected, staged, moving, back)
     print(f"Restored. What was here is in {folder}/")
 
@@ -137,7 +138,7 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 
 
 def refuse_while_others_work() -> None:
-    """Raises UserError if a stage, a training or DVC runs here, since it could write to the restored files."""
+    """Raises UserError if a stage, a training or DVC runs here and could write to the restored files."""
     if others := [*locks.held(), *locks.stages()]:
         raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
@@ -145,7 +146,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Prints where a killed earlier call has moved files. Removes the copies of committed files that the call left."""
+    """Prints to which folder a killed restore moved files, and removes the copies of committed files left by the restore."""
     for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -185,7 +186,7 @@ def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
 
 
 def refuse_links_and_folders(affected: list[str]) -> None:
-    """Raises UserError if a file or a folder above it is a link, or a file has become a folder."""
+    """Raises UserError if a path is a link or a folder, or if a folder above the path is a link."""
     for path in affected:
         for each in (Path(path), *Path(path).parents):
             is_folder = str(each) == path and each.is_dir()
@@ -196,9 +197,9 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 
 
 def changed_paths() -> dict[str, str]:
-    """The paths that differ from the last commit, with git's two letters of status: in the index, and on the disk.
+    """Returns the paths that differ from the last commit, each with git's two status letters: of the index, and of the file.
 
-    Ignores the user's global gitignore. It may list *.csv, and would then hide the CSV files of runs.
+    Ignores the user's global gitignore, which may list *.csv and would then hide the CSV files of runs.
     """
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
@@ -206,7 +207,7 @@ def changed_paths() -> dict[str, str]:
 
 
 def outputs_of(committed: list[str]) -> list[str]:
-    """The files and folders that stages write, from the committed dvc.lock files."""
+    """Returns the files and folders that stages write, according to the committed dvc.lock files."""
     found = []
     for path in committed:
         if Path(path).name == "dvc.lock":
@@ -240,7 +241,7 @@ def new_folder() -> Path:
 
 
 def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
-    """Prints a list of paths. Files of one run, or of one folder that the commit lacks, share a line."""
+    """Prints a list of paths. The files of a run share a line, and so do the files of a folder that the commit lacks."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
     if counts:
@@ -250,10 +251,10 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the line that lists a path.
+    """Returns the text that `print_paths` prints for a path.
 
-    From the root downwards, this is the first folder that `known` lacks or that holds a run. If there is no such folder,
-    it is the path itself.
+    The text is the topmost folder in the path that `known` lacks or that holds a single run. If there is no such folder,
+    the text is the path itself.
     """
     parts = path.split("/")
     for count in range(1, len(parts)):
@@ -264,14 +265,14 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes files to a folder, in their versions in git's index. Raises UserError if git omits a file."""
+    """Writes to `folder` the versions of files that git's index holds. Raises UserError if git omits a file."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")
 
 
 def move(source: Path, target: Path) -> None:
-    """Moves a file, even to another disk. The target is never incomplete; on failure the source stays."""
+    """Moves a file, even to another disk. The target is never incomplete. If the move fails, the source stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(source, target)

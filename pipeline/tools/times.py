@@ -1,4 +1,4 @@
-"""Estimates the time of trainings from the records of earlier trainings, and of other stages from one measurement."""
+"""Estimates the time of trainings from the records of earlier trainings, and of other stages from a table."""
 
 from bisect import insort
 from collections import defaultdict
@@ -22,7 +22,7 @@ OTHER_SECONDS = 5  # seconds of any other stage
 
 
 def of_stage(name: str) -> float:
-    """Seconds of a stage without training, looked up by its study or else by its group."""
+    """Returns the seconds of a stage that trains no model: the entry of SECONDS for its study, or else for its group."""
     group, _, study = name.rpartition(":")[2].partition("@")
     return SECONDS.get(study, SECONDS.get(group, OTHER_SECONDS))
 
@@ -33,7 +33,7 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
     Returns None if the user's images are needed but absent.
 
     Args:
-        data_sha256: digest of the data that a run was trained on. The result is None if the user's images now differ.
+        data_sha256: digest of the data that a run was trained on. If the user's images have another digest, returns None.
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
@@ -55,9 +55,9 @@ class Estimates:
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """The seconds per unit of `relative_cost` of all records, as lists in ascending order.
+        """Lists of the seconds per unit of `relative_cost` that earlier trainings took, in ascending order.
 
-        The key of a list is a pair of a device and a key from `_keys`. In place of a device, None stands for all devices.
+        The key of a list is a pair: a device, or None for all devices, and a key from `_keys`.
         """
         paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
@@ -71,9 +71,9 @@ class Estimates:
     def of(self, run: Run, config: RunConfig) -> float | None:
         """Estimates the seconds that a run takes. Returns None without records, or if the run has no `relative_cost`.
 
-        The estimate comes from the median over records of the same study and name. If there are none, it comes from records
-        of the same variant, and otherwise from all records. If there are records of this machine's kind of device, CPU or
-        GPU, only these records count.
+        The estimate is the run's `relative_cost` times the median of the seconds per unit, over the records of the same
+        study and name. Without such records, the median is over the same variant, and otherwise over all records. If there
+        are records of this machine's kind of device, CPU or GPU, all other records are ignored.
         """
         if (cost := relative_cost(config)) is None:
             return None
@@ -86,7 +86,7 @@ class Estimates:
 
 
 def _keys(run: Run | RunRecord) -> tuple:
-    """The keys of a run, from the most specific: study and name; the variant; None, which all runs share."""
+    """Returns the keys under which `_paces` stores a run: a pair of study and name, the variant, and None for all runs."""
     return (run.study, run.name), run.variant, None
 
 
@@ -99,7 +99,7 @@ def _note(record: RunRecord, paces: dict[tuple[str | None, Any], list[float]]) -
 
 
 def spent(record: RunRecord, **others: float) -> str:
-    """The time of a run and its phases, as in 12 min (start 4 s, steps 10 min). Omits phases below 1 % or half a second."""
+    """Formats the time of a run and of its phases: "12 min (start 4 s, steps 10 min)". Omits phases below 1 % or 0.5 s."""
     phases = record.phases | others
     least = max(0.5, sum(phases.values()) / 100)
     shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]

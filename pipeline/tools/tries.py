@@ -67,11 +67,11 @@ def seeds(text: str) -> list[int]:
 
 
 def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[Job]:
-    """The runs of all combinations of model, values and seed. Raises UserError if a combination is impossible."""
+    """Returns the runs of all combinations of model, values and seed. Raises UserError if a combination is impossible."""
     axes = []
     for option in options:
         key, equals, values = option.partition("=")
-        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # commas outside brackets
+        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # splits at commas outside []
     jobs = {}
     for model, changes, seed in itertools.product(models, itertools.product(*axes), seeds):
         run = Run(model, seed, TRIES, params.parse_overrides(list(changes)))
@@ -111,7 +111,7 @@ def result_of(run: Run, record: RunRecord) -> Trained:
 
 
 def parameters(record: RunRecord) -> dict[str, str]:
-    """The parameters of a run by key, with the digest of its data and its `osa.NUMERICS`."""
+    """Returns the parameters of a run, the digest of its data (key `data`) and its `osa.NUMERICS` (key `numerics`)."""
     found: dict[str, str] = {}
     for section, values in record.config.model_dump(mode="json", exclude_defaults=True).items():
         found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
@@ -119,7 +119,10 @@ def parameters(record: RunRecord) -> dict[str, str]:
 
 
 def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[str, str]:
-    """A row of the table: both accuracies, their difference, its interval and verdict, and the parameters that differ."""
+    """Returns a row of the table that compares runs of Table 2, `old`, with tried runs, `new`.
+
+    The entry `changes` lists the parameters that differ.
+    """
     row = {"model": name, "before": cell(old), "after": cell(new)}
     row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not old:
@@ -136,13 +139,15 @@ def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[st
 
 
 def accuracies(runs: ResultsBySeed) -> list[float]:
-    """The accuracies of the runs in per cent. A diverged run counts as a guess."""
+    """The accuracies of the runs in per cent. A diverged run gets the accuracy of a guess."""
     return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 
 def cell(runs: ResultsBySeed) -> str:
-    """Formats the mean ± the standard deviation (the number of runs), as in "97.03 ± 0.15 (3)". Adds the number of diverged
-    runs, which are not in these three numbers."""
+    """Formats accuracies as mean ± standard deviation (number of runs): "97.03 ± 0.15 (3)".
+
+    These numbers exclude diverged runs, whose number follows.
+    """
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # maximum wait for MLflow at the end of a training; each further run adds 1 s
+PATIENCE_SECONDS = 60  # maximum wait in `sync_quietly` for the import of one run; each further run adds 1 s
 
 
 def sync_quietly(*runs: object) -> None:

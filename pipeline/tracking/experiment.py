@@ -28,8 +28,8 @@ Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over t
 of them, and `ViT, init.head=zeros` has that value replaced. Parameters are named as in `params.yaml`; the tag `run` is the
 folder under `paper_outputs/runs`.
 """
-GREY = "#808080"  # in place of INK, which is invisible in MLflow's dark scheme
-MOST_RUNS = 50_000  # MLflow's limit on the results of a search
+GREY = "#808080"  # replaces the colour INK, which is invisible in MLflow's dark scheme
+MOST_RUNS = 50_000  # MLflow's maximum number of results of a search
 
 
 def name_of(run: "Run") -> str:
@@ -57,7 +57,7 @@ class Experiment:
 
     @cached_property
     def params(self) -> Any:
-        """The content of params.yaml. None if it is invalid, since an unfinished edit must not stop an import."""
+        """The content of params.yaml, or None if the file is invalid, since an unfinished edit must not stop an import."""
         with suppress(UserError):
             return params.load()
         return None
@@ -67,7 +67,7 @@ class Experiment:
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:
-        """Finds the runs of these families, such as table_2/osa_qr, or of all. Returns them by family, newest first."""
+        """Returns the runs of each of `families`, such as table_2/osa_qr, newest run first. None means all families."""
         queries = [""]
         if families is not None:
             pairs = [family.split("/") for family in families]
@@ -85,12 +85,15 @@ class Experiment:
         colour."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
-        with suppress(KeyError, OSError):  # users in containers may have no name
+        with suppress(KeyError, OSError):  # the user of a container may have no name
             tags["mlflow.user"] = getpass.getuser()
         return self.client.create_run(self.id, start, tags, self._title(tags))
 
     def _title(self, tags: dict[str, str]) -> str:
-        """A run's title: "OSA (QR), seed 0"; "ViT, init.head=zeros" with an override; "ViT, depth" in the study depth."""
+        """Returns a run's title, such as "OSA (QR), seed 0".
+
+        An override or, without overrides, the name of a study follows the model: "ViT, init.head=zeros", "ViT, depth".
+        """
         variant, study = tags["variant"], tags["study"]
         label = self.params.label(variant) if self.params else variant
         replaced = re.split(r"\+(?=[a-z])", tags["name"].removeprefix(variant))[1:]
@@ -104,7 +107,7 @@ class Experiment:
     ) -> None:
         """Writes metrics, changed parameters and changed tags, in this order.
 
-        The tags mark a run as up to date. They come last, so that the next sync repeats an interrupted write.
+        The tags come last, since they mark a run as up to date: the next sync repeats an interrupted write.
         """
         from mlflow.entities import Metric, Param, RunTag
 
@@ -120,7 +123,7 @@ class Experiment:
         """Logs the run's data set, for MLflow's column Dataset."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow's limit is 36 characters
+        data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow limits a digest to 36 characters
         self.client.log_inputs(run.info.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
     def end(self, run: "Run", status: str, at: int) -> None:

@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.core.errors import UserError, without_password
 
-ENVIRONMENT = {  # set before importing MLflow, unless the user has set them
+ENVIRONMENT = {  # variables to set before importing MLflow, unless the user has set them
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # MLflow's background jobs are for language models
@@ -27,7 +27,7 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 # Prefixes of the variables that we keep if the store is a database. Other variables could change the address of the store or
 # of the server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
-KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # connections to databases and artifacts
+KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how to connect to databases and artifacts
 ARTIFACTS = "mlartifacts"
 LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "experiments": ("artifact_location",),
@@ -44,9 +44,10 @@ def root() -> Path:
 
 
 def address() -> str:
-    """MLFLOW_TRACKING_URI, or the SQLite database at the repository root.
+    """Returns the store's address: MLFLOW_TRACKING_URI if set, else that of the SQLite database at the repository root.
 
-    An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains one of them, the path is relative.
+    An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains such a character, the address has a relative
+    path.
     """
     path = root() / "mlflow.db"
     quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
@@ -54,7 +55,7 @@ def address() -> str:
 
 
 def database() -> Path | None:
-    """The file of an SQLite store; None for any other store."""
+    """Returns the path of an SQLite store, or None for any other store."""
     uri = address()
     return Path(re.split(r"[?#]", uri.removeprefix("sqlite:///"))[0]) if uri.startswith("sqlite:///") else None
 
@@ -70,10 +71,10 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """Sets MLflow's environment variables.
+    """Sets the variables of ENVIRONMENT that the user has not set.
 
-    If the store is a database, first removes the user's variables that are not in KEPT_SETTINGS. The server of `make ui`
-    then does not inherit them. If the store is a server, keeps all variables.
+    If the store is a database, first removes the user's variables for MLflow that KEPT_SETTINGS does not cover, so that the
+    server of `make ui` does not inherit them.
     """
     if not address().startswith("http"):
         for name in [
@@ -95,7 +96,7 @@ def move_along(old: str) -> None:
     if database() is None or new is None or old == new or not old.endswith(f"/{ARTIFACTS}"):
         return
     if _path(old).exists() and not _path(new).exists():
-        return  # only the database was copied
+        return  # only the database was copied, so the old addresses are right
     engine, values = sqlalchemy.create_engine(address()), {"new": new, "old": old, "inside": f"{old}/", "length": len(old)}
     with engine.begin() as connection:
         for table, columns in LOCATIONS.items():
@@ -125,12 +126,12 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    mlflow.clear_active_model()  # a notebook may have left one, and MLflow would assign our metrics to it
+    mlflow.clear_active_model()  # otherwise our metrics would go to a model that a notebook has left active
     if path and not path.parent.is_dir():
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            # A killed process could leave half of the tables. The new database is therefore renamed when it is complete.
+            # A killed process could leave half of the tables. A new database is therefore renamed at the end.
             partial = path.with_name(f"{path.name}.partial")
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
@@ -158,7 +159,7 @@ def errors_as_user_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception, why: str) -> str:
-    """Returns a remedy that loses no run. It never suggests deleting a store, which may hold other runs of the user."""
+    """Returns a remedy for an error. The remedy never deletes the store, which may hold other runs of the user."""
     is_ours = not os.environ.get(URI_VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"
@@ -172,7 +173,7 @@ def _remedy(error: Exception, why: str) -> str:
 def cause(error: BaseException) -> str:
     """The root cause of an error, on one line. MLflow's outermost error often names only an address."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        if isinstance(behind, KeyError):  # for an unknown address, this error says less than the outer one
+        if isinstance(behind, KeyError):  # the KeyError behind an unknown address says less than the error that follows it
             break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])

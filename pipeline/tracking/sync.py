@@ -1,4 +1,4 @@
-"""Brings MLflow up to date with the files: a parent run for each configuration, and under it a child for each seed.
+"""Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child for each seed.
 
 A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family. It can
 therefore run at any time, in several processes and after an interruption, without duplicating runs.
@@ -34,19 +34,19 @@ OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")
 ENVIRONMENT_TAGS = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
 SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
-REPORT = ("figure_1.svg", "report.html")  # artifacts attached to each model of Table 2
+REPORT = ("figure_1.svg", "report.html")  # files that a sync attaches to each model of Table 2
 
 
 def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports into MLflow all runs that it lacks, and the new points of runs in training.
+    """Imports new runs, and new points of runs in training, into MLflow.
 
     Args:
-        only: Prefixes of names; empty for all. A sync of one run then reads only its family.
+        only: Prefixes of the names of runs to import; empty for all runs. Other families are not read.
         with_models: True to log the trained models of Table 2 too.
         opened: The client and the lock from `store.connect`, if already open.
 
     Returns:
-        The number of new runs, and of all runs found.
+        The number of new runs, and the number of all runs found.
 
     Raises:
         UserError: MLflow is not installed, does not answer or cannot read its store.
@@ -80,7 +80,7 @@ def _bar(total: int, unit: str) -> tqdm:
 
 
 def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
-    """Calls `function`. If the run cannot be read or MLflow refuses it, prints a warning and returns None."""
+    """Calls `function`. If the training cannot be read or MLflow refuses its data, prints a warning and returns None."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -100,7 +100,7 @@ def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> Non
     """Logs the trained model of each finished run that has no model in MLflow."""
     runs: dict[str, Run] = {}
     for family in experiment.search({training.family for training in trainings}).values():
-        runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name wins
+        runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name replaces older ones
     left = []
     for training in trainings:
         run = runs.get(training.name)
@@ -117,11 +117,11 @@ class Family:
     """The MLflow runs of one family: a parent for each configuration, and a child for each training."""
 
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
-        self.experiment, self.name, self.runs = experiment, name, runs  # newest first
+        self.experiment, self.name, self.runs = experiment, name, runs  # `runs` has the newest run first
         self.known = {(name_of(run), run.info.start_time): run for run in runs}
         self.seen: set[str] = set()  # ids of the MLflow runs whose files were found
         self.has_changed = False  # True if `runs` is out of date
-        self.parents: dict[str, Run] = {}  # configuration → its parent
+        self.parents: dict[str, Run] = {}  # digest of a configuration → its parent run
         self.surplus: list[Run] = []  # parents to delete: duplicates, and parents without children
         for run in runs:
             if name_of(run) == name:
@@ -132,7 +132,7 @@ class Family:
                     self.parents[configuration] = run
 
     def import_run(self, training: TrackedTraining) -> bool:
-        """Creates or updates a child from the files of its training. Returns True if it is new."""
+        """Creates or updates a child from the files of its training. Returns True if the child is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
@@ -146,7 +146,7 @@ class Family:
             self.seen.add(run.info.run_id)
         else:
             history = self.experiment.client.get_metric_history(run.info.run_id, "epoch")
-            steps = {metric.step for metric in history}  # a resumed training repeats some steps
+            steps = {metric.step for metric in history}  # a resumed training repeats steps that MLflow already has
             values = [value for value in values if value[3] not in steps]
         if training.has_ended:
             self.experiment.client.log_artifacts(run.info.run_id, str(training.path.parent))
@@ -238,7 +238,7 @@ class Family:
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
         """Returns the parent of children with these tags, and creates it if absent.
 
-        In Table 2, a new parent starts at the present time. MLflow then lists it first when no view is open.
+        In Table 2, a new parent starts now instead of at `start`, so that MLflow lists it first when no view is open.
         """
         configuration = tags["configuration"]
         if configuration not in self.parents:
@@ -271,14 +271,17 @@ class Family:
         seconds = values.get("seconds", 0)
         for key, value in parent.data.metrics.items():
             if key not in values and not math.isnan(value):
-                values[key] = math.nan  # MLflow cannot delete a metric
+                values[key] = math.nan  # NaN hides an old value, since MLflow cannot delete a metric
         parameters = {key: value for key, value in children[0].data.params.items() if key not in ("seed", "run")}
         self.experiment.write(parent, tags, [(key, value, _now(), 0) for key, value in values.items()], parameters)
         if finished:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """Means and standard deviations of the last values of the runs that start, as in Table 2."""
+        """Returns means and standard deviations of the last values of the runs that start, as in Table 2.
+
+        The result also has the number of these runs, of finished runs that do not start, and of diverged runs.
+        """
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}
@@ -304,7 +307,7 @@ class Family:
 
 
 def _tags(training: TrackedTraining) -> dict[str, str]:
-    """The tags of a child. All children of a parent share `configuration`."""
+    """Returns the tags of a child. All children of a parent have the same tag `configuration`."""
     from pipeline.config import params
 
     record = training.record
@@ -326,7 +329,7 @@ def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
-    """The digest of everything that the children of a parent share."""
+    """Returns the digest of study, name, data and configuration, which all children of a parent share."""
     return files.json_digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
 
 

@@ -24,7 +24,7 @@ LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "
 LOST_SECONDS = 3600  # a training counts as killed if it adds no point for this time
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow
 
-Value = tuple[str, float, int, int]  # a metric's key and value, milliseconds since 1970, step
+Value = tuple[str, float, int, int]  # a metric's key and value, its time in milliseconds since 1970, its step
 
 
 class TrackedTraining:
@@ -33,7 +33,7 @@ class TrackedTraining:
     def __init__(self, path: Path) -> None:
         self.path = path
         study, name, seed = path.parts[-4:-1]
-        self.family = f"{study}/{name}"  # table_2/osa_qr
+        self.family = f"{study}/{name}"  # for instance table_2/osa_qr
         # The name, such as table_2/osa_qr/0, ends with the seed. While a run trains, its folder is named SEED-KEY.
         self.name = f"{self.family}/{seed.partition('-')[0]}"
         self.has_ended = not path.is_relative_to(SCRATCH)
@@ -42,7 +42,7 @@ class TrackedTraining:
     def digest(self) -> str:
         """The digest of a training's files.
 
-        For a running training, it is the digest of the record alone. This record changes with each point of the curves.
+        If the training is running, digests only the record, which changes with each point of the curves.
 
         Raises:
             UserError: a file is a link, which could expose any file on this machine.
@@ -56,12 +56,12 @@ class TrackedTraining:
 
     @cached_property
     def record(self) -> RunRecord:
-        """The record. Raises UserError if it is damaged."""
+        """The training's record. Raises UserError if the record is damaged."""
         return records.parse(self.path, records.RunRecord, f"`git checkout {self.path.parent}`")
 
     @cached_property
     def run(self) -> Run:
-        """The run of the record, with the paths of its files. Raises UserError if the record belongs to another run."""
+        """The run that the record describes. Raises UserError if the record lies in the folder of another run."""
         if self.has_ended:
             return Run.at(self.path.parent)
         return Run(self.record.variant, self.record.seed, self.record.study, self.record.overrides)
@@ -72,7 +72,7 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """The time of the end of the training, or of its last point if it is running, in milliseconds."""
+        """The end of the training, or its last point if the training is running, in milliseconds since 1970."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 

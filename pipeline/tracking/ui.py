@@ -35,7 +35,7 @@ def ui() -> None:
 
 
 def start_server(port: str) -> tuple[subprocess.Popen, int]:
-    """Starts `mlflow server`. Returns its process and its port. If `port` is 0, the system chooses a port.
+    """Starts `mlflow server`. Returns the server's process and port. If `port` is 0, the system chooses a port.
 
     Raises:
         UserError: the port cannot be used.
@@ -53,7 +53,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     """Prints the addresses of the two views once the server answers. Then syncs whenever a record changes."""
-    from pipeline.tracking import sync, trainings  # takes seconds; the server starts meanwhile
+    from pipeline.tracking import sync, trainings  # takes seconds, during which the server starts
 
     opened = store.connect()
     with store.errors_as_user_errors():

@@ -344,7 +344,7 @@ MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# These models start as in Ji et al. 2025. The first has their LayerNorm, the second has no LayerNorm
+# Models that are initialised as in Ji et al. 2025: with LayerNorm, as there, and without
 _JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 

@@ -237,7 +237,7 @@ class VisionTransformer(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model inside torch.compile, a data-parallel wrapper or an average of weights, or the model itself."""
+    """Returns the model without its wrappers: torch.compile, data parallelism and averages of weights."""
     inner = uncompiled(model)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
         inner = model.get_submodule("module")

@@ -92,7 +92,7 @@ def fits_phi1(z: Tensor, y: Tensor) -> bool:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y, as `osa.linalg.phi1_times` defines it, of Z (b, n, n) and Y (b, n, m) that `fits_phi1` accepts."""
+    """Returns φ₁(Z) Y as `osa.linalg.phi1_times` does, for Z (b, n, n) and Y (b, n, m). `fits_phi1` must accept both."""
     return _phi1_operator(z.contiguous(), y.contiguous())
 
 

@@ -21,7 +21,7 @@ NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which float32 give
 
 @triton.jit
 def matrix(scratch, rows, columns):
-    """Returns a row-major matrix at the start of scratch memory (pointer, offset), and the memory after the matrix."""
+    """Returns a row-major matrix at the start of the free scratch memory, and the memory that stays free after it."""
     return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
 
 
@@ -83,7 +83,7 @@ def store(a, o_rows, o_columns, b_x):
 
 @triton.jit
 def high_low(b_x):
-    """Splits X into a high and a low part in bfloat16, which together have 16 bits."""
+    """Splits X into a high and a low part, both in bfloat16. The sum of the parts is X to about 16 significant bits."""
     b_high = b_x.to(tl.bfloat16)
     return b_high, (b_x - b_high.to(tl.float32)).to(tl.bfloat16)
 

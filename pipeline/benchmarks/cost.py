@@ -68,7 +68,9 @@ class Cost:
 
 
 def cost(call: Callable[[], object], device: torch.device) -> Cost:
-    """Returns the cost of a call. The call runs on one thread, because operators on the CPU take work space for each thread.
+    """Returns the number of multiply–adds and the peak memory of a call.
+
+    The call runs on one thread, because operators on the CPU take work space for each thread.
 
     We count the multiply–adds of each matrix product that the profiler sees. Formulas give the multiply–adds of library
     routines, such as factorisations. Element-wise work does not count. If orthogonal attention runs a kernel, the kernel

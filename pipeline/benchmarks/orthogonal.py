@@ -128,7 +128,9 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Returns whether to time a call, from `last`: n and seconds of the last call with the same map, code, tokens and pass.
+    """Returns whether to time a call.
+
+    `last` holds n and the seconds of the last call with the same map, code, tokens and pass.
 
     The dense layer is timed at every size, because the other times are divided by its time.
     """

@@ -248,7 +248,7 @@ def source_line(path: str, of_page: str) -> str:
 
 
 def write_readme() -> None:
-    """Fills each block between markers in README.md from the template with the marker's name."""
+    """Rewrites the blocks between markers in README.md. The name of a marker is the name of its template."""
     check_current(*STAGES)
     lab = Lab("report", params.load(), params.load_paper())
     numbers = {path.stem: files.read_json(path) for path in sorted(NUMBERS.glob("*/*.json"))}

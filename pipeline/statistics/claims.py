@@ -82,12 +82,12 @@ class Results:
         return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
-        """Test accuracy of the runs that start, in per cent."""
+        """Returns the test accuracies, in per cent, of the runs of `starting`."""
         runs, seeds = self.runs_of(name), self.starting(name)
         return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
 
     def curves_of_starting(self, name: str) -> list[pd.DataFrame]:
-        """The histories of the runs that start."""
+        """Returns the histories of the runs of `starting`."""
         seeds = self.starting(name)
         return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
 
@@ -311,8 +311,8 @@ AnyClaim = Annotated[
 class Spreads(Section):
     """Standard deviations over runs, by name. They are declared before the claims' runs are trained."""
 
-    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of test accuracy, in percentage points
-    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of the logarithm of the epochs to reach a loss
+    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # spread of the test accuracy, in percentage points
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # spread of log(epochs to reach a loss)
 
 
 class ClaimsFile(Section):

@@ -75,7 +75,7 @@ def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
 
 
 def first_reading(lab: Lab) -> Tables:
-    """Returns the tables of the study first_reading. Its runs are the baseline of studies that follow the first reading."""
+    """Returns the tables of the study first_reading, whose runs are the baseline of other studies."""
     own = lab.of("first_reading", FIRST_READING)
     return lab.once("runs of first_reading", lambda: read(studies.settings("first_reading"), own))
 

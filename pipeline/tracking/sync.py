@@ -221,9 +221,9 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns the digests of a Table 2 model's configuration in params.yaml, one digest per data set.
+        """Returns the digests of the configuration that params.yaml gives a model of Table 2, one digest per data set.
 
-        The result is empty for other studies. It is also empty if the runs have only one configuration.
+        The result is empty outside Table 2, and if all runs have the same configuration.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None

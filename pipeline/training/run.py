@@ -39,9 +39,9 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
-# Older values of osa.NUMERICS whose runs remain valid. Value 2 made two changes. The method "exact" balances other heads
-# than before, which changes only the last digits. The method "newton_schulz" iterates in float64 at norms that only a
-# failing initialisation reaches.
+# Older values of osa.NUMERICS whose runs remain valid. Value 2 made two changes. The method "exact" no longer
+# balances the same heads, which changes only the last digits. The method "newton_schulz" iterates in float64 at norms that
+# only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 

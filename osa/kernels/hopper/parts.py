@@ -31,7 +31,7 @@ def o_gram():
 
 @triton.jit
 def part_of(tokens, parts, rows):
-    """Returns a program's head, the first token of its part, and the number of tokens in the part."""
+    """Returns three numbers: the head of a program, the first token of the program's part, and the tokens in this part."""
     start = tl.program_id(0) % parts * rows
     return tl.program_id(0) // parts, start, tl.minimum(tokens - start, rows)
 

@@ -75,7 +75,7 @@ def _halved(phi, expm1, z, degree, fraction):
 
 @triton.jit
 def phi1_times(out, z, y, scratch):
-    """out ← φ₁(Z) Y. φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) undoes each halving (Higham 2008, Section 10.7.4)."""
+    """out ← φ₁(Z) Y. The rule φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) undoes halvings of Z (Higham 2008, Section 10.7.4)."""
     halvings, degree, fraction = _terms(z)
     if halvings == 0:
         _taylor(out, z, fraction, y, degree)

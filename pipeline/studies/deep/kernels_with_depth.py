@@ -276,11 +276,11 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns γ of a block by Eq. 25 as printed, with λ_α² in place of λ_α.
+    """Returns γ of a block by Eq. 25 as the paper prints it: with λ_α² in place of λ_α.
 
     `before` is the γ that the schedule sets for the previous block. `after` is γ of this block by Eq. 26.
     """
-    # With a(γ)² = 1 − exp(−2γ), these numbers are −a(before)² and −a(after)². The ratio reached/squared is λ_α².
+    # If a(γ)² = 1 − exp(−2γ), then `squared` is −a(before)² and `reached` is −a(after)². Their ratio is λ_α².
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)
     return -math.log1p(reached * (reached / squared)) / 2
 

@@ -77,7 +77,7 @@ def on_cpu(path: Path) -> dict[str, Any]:
 def on_gpu(path: Path) -> dict[str, Any]:
     """Returns the time of each model's step on a GPU divided by the time of ViT's step.
 
-    `make gpu STEP=step` timed CUDA graphs with initial weights.
+    The times come from `make gpu STEP=step`, which replays CUDA graphs of models with initial weights.
     """
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]

@@ -45,7 +45,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns this study's verdict to the study section_5, or None until all runs have ended."""
+    """Returns the verdict on this study's claim, or None until all runs have ended. The study section_5 calls this."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
     return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))

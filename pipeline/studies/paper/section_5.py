@@ -39,9 +39,9 @@ ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # limits of the axes for differences in points and for ratios
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # limits of the axes: percentage points for accuracy, and ratios for speed
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training, for `epoch_ratios`
+FRACTIONS = np.arange(1, 39) / 40  # `epoch_ratios` takes the second model's loss after each of these shares of its training
 
 
 def results_of(lab: Lab) -> Results:
@@ -104,7 +104,7 @@ def fresh(lab: Lab) -> dict[str, Verdict]:
 
 
 def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -> dict:
-    """Summarises the verdicts of the primary comparisons; `fresh` verdicts replace Table 2's.
+    """Summarises the verdicts of the primary comparisons. Verdicts in `fresh` replace the verdicts of Table 2's runs.
 
     Returns:
         The numbers that `count` returns, and

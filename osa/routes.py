@@ -82,7 +82,7 @@ PhiTimes = Callable[[Tensor, Tensor], Tensor]
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     if query.shape[-2] <= 2 * query.shape[-1]:  # N ≤ 2d: a basis would only rotate the tokens
         return value + _moved(function, _skew(query, scale * key), value)
-    m = torch.cat([query, scale * key], dim=-1)  # (b, N, 2d): the span of [Q, K], and S = M J Mᵀ
+    m = torch.cat([query, scale * key], dim=-1)  # M, (b, N, 2d), with S = M J Mᵀ; it has the span of [Q, K]
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 

@@ -90,7 +90,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises an error on the device if the condition, (), is false. Does not wait for the device. Traces keep the check."""
+    """Raises an error on the device if `condition`, of shape (), is false. Does not wait for the device. Traces keep the check."""
     torch._assert_async(condition, message)
 
 
@@ -202,5 +202,5 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Returns the model inside a wrapper of torch.compile, or the model itself."""
+    """Removes the wrapper of torch.compile, if the model has one."""
     return dict(model.named_children()).get("_orig_mod", model)

@@ -54,7 +54,7 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given the gradient of the output, `grad`."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns an entry per matrix: NaN if the output has lost precision, and otherwise an arbitrary number.
+        """Returns a number per matrix. It is NaN if the output has lost precision. The caller ignores other values.
 
         Returns None if the backend never warns of such a loss.
         """

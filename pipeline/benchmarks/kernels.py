@@ -65,8 +65,8 @@ BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
 BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
 MOST_ROWS = {"exact": 64}  # method → maximum number of tokens for which a program holds a basis in its registers
 MANY = 4096  # tokens of a long sequence
-# Form of a kernel → the number of multiprocessors that its launch sees. The default is 1. The form "parts" needs more
-# multiprocessors than heads, so its launch sees the multiprocessors of an H100.
+# The launch code is told that the GPU has this number of multiprocessors, or 1 for other forms of a kernel. It launches the
+# form "parts" only if there are more multiprocessors than heads, as on an H100.
 MULTIPROCESSORS = {"parts": 132}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -494,7 +494,7 @@ def leaves(overrides: Overrides) -> dict[str, Any]:
 
 
 def without_stage(arguments: list[str]) -> list[str]:
-    """Splits the first argument if it names a DVC stage, as train@osa_qr-10 does, into variant and seed: osa_qr and 10."""
+    """Replaces a DVC stage as the first argument by variant and seed: train@osa_qr-10 becomes osa_qr, 10."""
     first, *others = arguments or [""]
     is_stage = re.fullmatch(r"(?:.*:)?(?:train|evaluate)@(.*)", first, re.DOTALL)
     return [*is_stage[1].split("-"), *others] if is_stage else arguments

@@ -82,12 +82,12 @@ class Results:
         return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
-        """Returns the test accuracies, in per cent, of the runs of `starting`."""
+        """Returns the test accuracies, in per cent, of the runs that start (see `starting`)."""
         runs, seeds = self.runs_of(name), self.starting(name)
         return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
 
     def curves_of_starting(self, name: str) -> list[pd.DataFrame]:
-        """Returns the histories of the runs of `starting`."""
+        """Returns the histories of the runs that start (see `starting`)."""
         seeds = self.starting(name)
         return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
 

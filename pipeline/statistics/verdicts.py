@@ -84,7 +84,7 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """The word for claims of other papers and our own claims: confirmed, not confirmed or undecided in our setting."""
+        """The verdict in words for our own claims and those of other papers: confirmed, not confirmed or undecided."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 

@@ -45,8 +45,7 @@ MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 # Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens. It is larger if Z
 # is far from normal
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# Maximum of ‖G‖_F before balancing / ‖G‖_F after balancing, with one product per term. If the ratio is larger, columns
-# cancel in the gradients
+# One product per term suffices if balancing divides ‖G‖_F by at most this number. Otherwise columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # see `TERM_TOLERANCE` of fused.py
 # If `osa.linalg.imbalance` exceeds this maximum, no digit is correct even with split operands

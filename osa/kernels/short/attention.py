@@ -35,7 +35,7 @@ from osa.kernels.tiles import (
 
 @triton.jit
 def _column_products(q, k, b_shear_q, b_shear_k):
-    """Returns ⟨q, q⟩, ⟨k, k⟩ and ⟨q, k⟩ of each pair of columns of the sheared Q and K, q − a k and k − b q."""
+    """Returns ⟨q', q'⟩, ⟨k', k'⟩ and ⟨q', k'⟩ of the sheared columns q' = q − a k and k' = k − b q of each pair."""
     o_columns = tl.arange(0, BLOCK)
     b_qq, b_kk, b_qk = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for row in range(0, q[3], BLOCK):

@@ -134,7 +134,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Stores the results of `phi1_gradients` for `fraction` Z. W_k lies in scratch memory: loading it delays no product."""
+    """Stores the results of `phi1_gradients` for fraction · Z. Keeps the W_k in `terms`: their loads delay no product."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

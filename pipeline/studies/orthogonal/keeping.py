@@ -24,7 +24,7 @@ from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # maximum ‖WᵀW − I‖₂ that we accept for constrained weights in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-# We compare how fast models reach a target loss: the lowest train loss of REFERENCE in this first part of the training.
+# We compare how fast models reach a target loss. It is the lowest train loss of REFERENCE in the first half of its training.
 OF_TRAINING = 0.5
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")

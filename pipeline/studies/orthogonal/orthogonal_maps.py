@@ -82,7 +82,8 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the angles against `ANGLES`, and the powers of t with which the distances grow against `ERROR_ORDERS`."""
+    """Checks the angles against `ANGLES`. Fits the power of t with which a map's distance from exp grows, and checks the
+    power against `ERROR_ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))

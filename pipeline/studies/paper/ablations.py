@@ -30,9 +30,9 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each comparison of the claims whose runs have all ended.
+    """Returns `has_baselines`, and `rows` with the comparisons of each claim.
 
-    There are no rows if `has_baselines` is false.
+    A claim has rows once all its runs have ended. There are no rows if `has_baselines` is false.
     """
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}

@@ -213,7 +213,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of epochs over the train loss that both models reach.
+    """Draws a curve for each comparison: the ratio of the two models' epochs to a train loss, against that loss.
 
     A vertical line marks the train loss at which the claim is judged.
     """

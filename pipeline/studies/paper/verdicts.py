@@ -1,9 +1,9 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-In one part the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error. In the other
-part the truth is the paper's Table 2. The values of runs that start are normal, with the spreads that claims.yaml declares.
-Some runs fail to start. If the truth lies at a limit, runs of both models fail. If the truth is the paper's Table 2, only
-runs of OSA (NS) fail.
+We simulate two cases. In the first, the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is
+an error. In the second, the truth is the paper's Table 2. The value of a run has a normal distribution, with the spread that
+claims.yaml declares. A share of the runs fails to start learning: runs of both models in the first case, and only runs of
+OSA (NS) in the second.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
 FAILING = (0.0, 0.1)  # shares of runs that fail to start
-# Mean and standard deviation of runs that fail, relative to the mean of the second model's runs that start.
+# The value of a run that fails is normal. Its mean is the second model's mean plus FAILED, its standard deviation SCATTER.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 

@@ -90,7 +90,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises an error on the device if `condition`, of shape (), is false. Does not wait for the device. Traces keep the check."""
+    """Raises an error on the device if `condition`, (), is false, without waiting for the device. Traces keep the check."""
     torch._assert_async(condition, message)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from pipeline.config import params
 from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.tracking import models, store, trainings
@@ -229,8 +230,6 @@ class Family:
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
         if settings is None or variant not in settings.variants:
             return set()
-        from pipeline.config import params
-
         config = params.resolve(settings, variant)
         data = {members[0].data.tags["data_sha256"] for members in children.values()}
         return {_configuration(study, variant, each, config) for each in data}
@@ -308,8 +307,6 @@ class Family:
 
 def _tags(training: TrackedTraining) -> dict[str, str]:
     """Returns the tags of a child. All children of a parent have the same tag `configuration`."""
-    from pipeline.config import params
-
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
     tags |= {key: getattr(record.environment, key) for key in ENVIRONMENT_TAGS}

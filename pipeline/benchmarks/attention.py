@@ -1,14 +1,10 @@
 """Times one attention call over the number of tokens, by every method and alternative:
 `python -m pipeline benchmarks.attention`.
 
-Orthogonal attention runs by all methods of `osa.functional`, by the paper's formulas as `benchmarks.straightforward` writes
-them, and by the dense N×N `matrix_exp`. The alternatives are two linear substitutes for softmax, and torch's softmax
-attention, by the backend that torch chooses and by each backend that accepts the inputs. We time a forward pass, and a
-forward and a backward pass. The inputs have the spectrum and the ‖S‖₂ of the study `complexity`. At each size all routes are
-timed in rounds of shuffled order. A route is left out where it is predicted to be too slow or too large.
-
-The results go to attention.csv and attention.json in paper_outputs/benchmarks/HARDWARE/. Options that are not the default
-are added to the name, as in attention_bfloat16.csv.
+Orthogonal attention runs by each method, by the paper's formulas and by the dense `matrix_exp`. The alternatives are torch's
+softmax attention, by each backend, and two linear substitutes. At each size all routes are timed in rounds of shuffled
+order, unless they are predicted to be too slow or too large. The results go to attention.csv and attention.json in
+paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -39,17 +35,15 @@ from pipeline.core.files import rounded
 from pipeline.results import measures
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SMALLEST, DOUBLED_FROM = 50, 128  # first the paper's N, 50, then 128, 256, …
+SMALLEST, DOUBLED_FROM = 50, 128  # numbers of tokens: the paper's N, and then 128, 256, …
 VIT_B16 = 197  # tokens of ViT-B/16 at 224×224
-WIDTHS = (16, 64)  # d_v of the paper's heads, and a common value of d_v
-SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
+WIDTHS = (16, 64)  # d_v of the paper's heads, and a common value
+SAMPLE_SECONDS = 0.02  # minimum duration of a sample, which repeats its call
 MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # maximum size of an N×N matrix
-# Maximum number of tokens for `matrix_exp` on the CPU. With more tokens, a forward and a backward pass take seconds.
-MOST_TOKENS_DENSE = 512
-MOST_TOKENS_ERROR = 512  # maximum number of tokens for which we measure ‖AᵀA − I‖₂, since this needs the matrix A
-# A call may reach this multiple of the peak, since the clock rate may rise after the peak has been measured.
-ALLOWANCE = 1.5
+MOST_TOKENS_DENSE = 512  # for more tokens, `matrix_exp` and its gradient take seconds on the CPU
+MOST_TOKENS_ERROR = 512  # maximum number of tokens for which we form A, to measure ‖AᵀA − I‖₂
+ALLOWANCE = 1.5  # multiple of the peak that a call may reach, since the clock rate may rise after the peak was measured
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -57,19 +51,14 @@ SDPA_BACKENDS = {
     "sdpa_math": SDPBackend.MATH,
 }
 LINEAR = "linear"
-KEYS = ["method", "tokens", "width", "pass", "dtype"]
+KEYS = ["method", "tokens", "width", "pass", "dtype"]  # columns that identify a row
 
 Key = tuple[str, int, str]  # method, width and pass
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way to compute attention.
-
-    function       maps query, key and value to the output
-    power          the time grows as N^power
-    forms_matrix   whether the function stores an N×N matrix
-    """
+    """A function that computes attention in a time proportional to N^power, and perhaps stores an N×N matrix."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     power: int
@@ -77,11 +66,7 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak.
-
-    Such a row shows that the clock or the number of floating-point operations is wrong. A clock is wrong by a factor of tens
-    or more if it reads milliseconds as seconds, does not wait for the device, or divides by the wrong number of calls.
-    """
+    """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak: then the clock or the count is wrong."""
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
         raise UserError(
@@ -121,6 +106,7 @@ def file_name(options: argparse.Namespace) -> str:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataFrame, float]:
+    """Returns the table, and the machine's peak in floating-point operations per second."""
     dtype, order = DTYPES[options.dtype], random.Random(SEED)
     peak, rows = 0.0, []
     last: dict[Key, tuple[int, float]] = {}  # tokens and seconds of each route's last measurement
@@ -137,8 +123,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        # We measure the peak again at each size, because the machine may have been busy before.
-        peak = max(peak, measurements.peak(device, dtype))
+        peak = max(peak, measurements.peak(device, dtype))  # again, because the machine may have been busy before
         errors = {method: error_of(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
             times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
@@ -169,7 +154,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
 
 
 def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Returns `function` in float32 for inputs of any type, as torch.linalg has no bfloat16."""
+    """Wraps `function` to compute in float32 for inputs of any type, because torch.linalg has no bfloat16."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return function(query.float(), key.float(), value.float()).to(value.dtype)
@@ -183,7 +168,7 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether `function` computes attention and its gradients without an error, tried on a few of the tokens."""
+    """Returns whether `function` computes attention and gradients of the first few tokens without an error."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns why a backend refuses the inputs
@@ -197,7 +182,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
     """Returns whether to time a call, judged by its memory and by its predicted time.
 
-    `before` gives the tokens and the seconds of the route's last call. It is None if the route has not been timed.
+    `before` holds the tokens and the seconds of the route's last call, if there is one.
     """
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:
@@ -224,10 +209,7 @@ def error_of(calls: dict[Key, Call], method: str, width: int) -> float:
 
 
 def ratios(table: pd.DataFrame) -> list[dict]:
-    """Returns ratios of times for each pass, width and number of tokens.
-
-    The time of the best SDPA is divided by the time of "exact", and the time of a literal formula by the time of our method.
-    """
+    """Returns ratios of times, such as "literal_qr / qr", for each pass, width and number of tokens."""
     pairs = [(BEST, "exact"), ("literal_qr", "qr"), ("literal_qr", "exact"), ("literal_newton_schulz", "newton_schulz")]
     result = []
     for (direction, width, tokens), rows in with_best(table).groupby(["pass", "width", "tokens"], sort=True):

@@ -1,9 +1,4 @@
-"""Cost of a call: multiply–adds and peak memory, which repeat exactly, and seconds, which do not.
-
-We read operations and allocations from torch's profiler. The profiler also sees the products of `matrix_exp`, the work space
-of a factorisation, and the backward pass. It does not see the operations of a library routine, such as a QR decomposition.
-Formulas count these operations.
-"""
+"""Measures the cost of a call: multiply–adds and peak memory, which repeat exactly, and seconds, which do not."""
 
 import itertools
 import math
@@ -57,9 +52,8 @@ def _gradients(function: Callable[..., Tensor], grad: Tensor, *leaves: Tensor) -
 class Cost:
     """The cost of a call.
 
-    multiply_adds   number of multiply–adds
-    by_formula      the part of `multiply_adds` that comes from the formulas in `ROUTINES`
-    peak_bytes      peak memory, without the memory that was allocated before the call
+    by_formula   the part of `multiply_adds` that comes from the formulas in `ROUTINES`
+    peak_bytes   peak memory, without the memory that was allocated before the call
     """
 
     multiply_adds: int
@@ -68,14 +62,12 @@ class Cost:
 
 
 def cost(call: Callable[[], object], device: torch.device) -> Cost:
-    """Returns the number of multiply–adds and the peak memory of a call.
+    """Counts the multiply–adds of a call and measures its peak memory.
 
-    The call runs on one thread, because operators on the CPU take work space for each thread.
-
-    We count the multiply–adds of each matrix product that the profiler sees. Formulas give the multiply–adds of library
-    routines, such as factorisations. Element-wise work does not count. If orthogonal attention runs a kernel, the kernel
-    hides its products, and we count the products of the plain route. The peak memory is the peak of torch's allocator. On
-    the CPU we sum the allocations. On CUDA we read the peak that the allocator records.
+    We count the matrix products that torch's profiler sees. A library routine, such as a factorisation, hides its products
+    from the profiler, so formulas count them. A kernel of `osa` hides its products too, so we count the products of the
+    plain route. Element-wise work does not count. The call runs on one thread, because operators on the CPU take work space
+    for each thread.
 
     Raises:
         LookupError: the call runs a routine of linear algebra or an attention for which this file has no formula, or an
@@ -137,7 +129,7 @@ def qr(shape: list[int]) -> int:
     """Returns the multiply–adds of the reduced QR decomposition of (..., N, r) by Householder reflections.
 
     LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. We count half of the
-    floating-point operations of both (Golub & Van Loan, Section 5.2).
+    floating-point operations of both routines (Golub & Van Loan, Section 5.2).
     """
     *batch, n, r = shape
     k = min(n, r)
@@ -147,16 +139,15 @@ def qr(shape: list[int]) -> int:
 
 
 def cholesky(shape: list[int]) -> int:
-    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n): n³/6 per matrix, half of n³/3 operations.
+    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n), n³/6 per matrix.
 
-    Column j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix, and Σ (n − j)²/2 = n³/6
-    (Golub & Van Loan, Section 4.2).
+    Column j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix (Golub & Van Loan, Section 4.2).
     """
     return round(math.prod(shape) * shape[-1] / 6)
 
 
 def householder_product(shape: list[int]) -> int:
-    """Returns the multiply–adds that turn k Householder reflections into an n×k basis, (..., n, k). `qr` counts them too."""
+    """Returns the multiply–adds that turn k Householder reflections into an n×k basis, (..., n, k)."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 
@@ -168,12 +159,12 @@ def svd(shape: list[int]) -> int:
 
 
 def attention_products(query: list[int], key: list[int], value: list[int]) -> int:
-    """Returns the multiply–adds of QKᵀ and of its product with V: two products over N_q·N_k pairs of tokens."""
+    """Returns the multiply–adds of two products over N_q·N_k pairs of tokens: QKᵀ, and the weights times V."""
     return math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def attention_backward(query: list[int], key: list[int], value: list[int]) -> int:
-    """Returns the multiply–adds of QKᵀ again and of the gradients of scores, query, key and value: five products."""
+    """Returns the multiply–adds of five products: QKᵀ again, and the gradients of scores, query, key and value."""
     return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
@@ -214,8 +205,8 @@ def sample_seconds(
 ) -> dict[K, list[float]]:
     """Returns `repeats` samples of each call's seconds. A round takes a sample of every call, in a new random order.
 
-    If something slows the machine for a while, it affects all calls alike. Every call runs twice before the rounds. A sample
-    is the mean over several calls in a row, which together take about `at_least` seconds.
+    A disturbance of the machine therefore affects all calls alike. A sample is the mean over several calls in a row, which
+    together take about `at_least` seconds.
     """
     for call in calls.values():
         call()
@@ -228,10 +219,7 @@ def sample_seconds(
 
 
 def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Returns the mean seconds of a call over `times` calls in a row.
-
-    On CUDA the function waits until the device is idle, and then measures the time between two events.
-    """
+    """Returns the mean seconds of a call over `times` calls in a row."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

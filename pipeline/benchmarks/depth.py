@@ -1,8 +1,7 @@
 """Times a training step of each deep model: `python -m pipeline benchmarks.depth`.
 
-All models take their steps in one process, in rounds of shuffled order, from their initial weights. The records of trainings
-have seconds too, but these seconds depend on what else the machine did. The results go to depth.csv and depth.json in
-paper_outputs/benchmarks/HARDWARE/.
+All models take their steps in one process, in rounds of shuffled order, from their initial weights. The results go to
+depth.csv and depth.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import random
@@ -35,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     loaded: dict[str, idx.DataSet] = {}
     steps = {}
     for model in tqdm(MODELS, desc="prepare", disable=None):
-        # The learning rate and α are not set, because they do not affect the time.
+        # the learning rate and α do not affect the time
         deep: params.Overrides = {"model": {"depth": options.depth}}
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))

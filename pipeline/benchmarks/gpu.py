@@ -1,18 +1,8 @@
 """Measures a GPU for ten minutes with torch and Triton alone: `make gpu`, or `python pipeline/benchmarks/gpu.py [PART ...]`.
 
-machine    rates of a copy and of a matrix product
-forms      each form of a kernel, in a process of its own: seconds of its first use, and its errors against float64
-attention  orthogonal attention, replayed from a CUDA graph and run eagerly; each of its launches; torch's attention; copies
-split      the kernels that leave φ₁ to torch (float32, or wider heads), against torch's products and torch's attention
-vit_b16    a training step of ViT-B/16 with softmax attention and with orthogonal attention
-step       a training step of each model of the paper, and its parts
-train      the phases of a whole training of the paper's size, on random images
-profile    the profiler's numbers for each kernel of a call
-
-All parts together end within 570 seconds, and each part has a share of this time. A part runs in a process of its own,
-writes a row as soon as it is measured, and stops at its deadline. Tables and output go to the folder gpu/. After each part
-the script packs this folder into gpu.tar.gz. At the end it prints the decisive numbers. Run the script by its path, because
-the package `pipeline` imports packages that may be missing.
+docs/benchmarks.md lists the parts. A part runs in a process of its own, writes a row as soon as it is measured, and stops at
+its deadline. Tables and output go to the folder gpu/, which is packed into gpu.tar.gz after each part. At the end the script
+prints the decisive numbers. Run the script by its path, because the package `pipeline` imports packages that may be missing.
 """
 
 import argparse
@@ -36,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # the repository root replaces this folder in sys.path
+sys.path[0] = str(ROOT)  # the repository root replaces this folder
 STARTED = time.perf_counter()
 
 import torch  # noqa: E402
@@ -54,7 +44,7 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-# ‖S‖₂. In the paper's trained models the median over the heads of a block is 0.2 to 1.6. ViT-B/16 starts training at 6.
+# ‖S‖₂; the median over the heads of a trained block is 0.2 to 1.6 in the paper's models, and ViT-B/16 starts training at 6
 NORMS = (2.0, 6.0, 40.0)
 TINY_NORMS = NORMS[:2]  # Triton's interpreter takes long at a norm of 40
 Rows = Iterator[dict]
@@ -141,7 +131,7 @@ def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
 def random_inputs(
     batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float
 ) -> tuple[list[Tensor], float]:
-    """Returns Gaussian query, key and value, and the scale c with which the larger ‖S‖₂ of the first two heads is `norm`.
+    """Returns Gaussian query, key and value, and the scale c for which the first two heads have a maximum ‖S‖₂ of `norm`.
 
     ‖S‖₂ is the spectral radius of c J MᵀM, for M = [Q, K].
     """
@@ -152,7 +142,7 @@ def random_inputs(
     return [x.to(DEVICE).requires_grad_() for x in inputs], norm / radius
 
 
-SHAPES = (  # batch, heads, tokens; the first shape is that of ViT-B/16, the others are long sequences
+SHAPES = (  # batch, heads, tokens: ViT-B/16, and then long sequences
     (128, 12, 197),
     (1, 64, 4096),
     (1, 64, 1024),
@@ -165,10 +155,7 @@ SHAPES = (  # batch, heads, tokens; the first shape is that of ViT-B/16, the oth
 
 
 def attention_calls(tiny: bool) -> Rows:
-    """Times attention calls of width 64 in bfloat16, and each launch of a kernel by itself.
-
-    The part "rest" is the time of a call minus the times of its launches.
-    """
+    """Times attention calls of width 64 in bfloat16, and each launch of a kernel by itself."""
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
         for norm in TINY_NORMS if tiny else NORMS:
@@ -186,7 +173,7 @@ def attention_calls(tiny: bool) -> Rows:
         for name, other in others.items():
             for row in timings(other, inputs):
                 yield shape | {"norm": "", "method": name} | row
-        for work, count in (("forward", 2), ("both", 6)):  # `count` copies read and write as many tensors as attention must
+        for work, count in (("forward", 2), ("both", 6)):
             row = {"norm": "", "method": "copy", "work": work, "part": "all", "how": "replay"}
             yield shape | row | {"seconds": median_seconds(partial(copies, inputs[0].detach(), count))}
 
@@ -219,10 +206,10 @@ def by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Copies x `count` times. Each copy reads one tensor and writes one.
+    """Copies x `count` times. Each copy reads one tensor and writes one tensor.
 
-    A forward pass reads or writes four tensors (Q, K, V and the output), as 2 copies do. A backward pass reads or writes the
-    same four tensors and their four gradients, as 4 copies do.
+    A forward pass reads or writes Q, K, V and the output, as 2 copies do. A backward pass reads or writes these tensors and
+    their gradients, as 4 copies do.
     """
     return tuple(x.clone() for _ in range(count))
 
@@ -237,10 +224,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call without and with its gradients, replayed from a CUDA graph and run eagerly.
-
-    If `with_launches`, also times each launch of a kernel by itself.
-    """
+    """Times a call without and with its gradients, replayed from a CUDA graph and run eagerly."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)
@@ -255,10 +239,7 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """Returns the time between the launches of a call.
-
-    The result is None if the launches, each timed by itself, together take longer than the call.
-    """
+    """Returns the time between the launches of a call, or None if the launches by themselves take longer than the call."""
     left = whole - sum(shares)
     return left if left >= 0 else None
 
@@ -292,8 +273,7 @@ def again(start: Callable, given: tuple) -> tuple:
 def vit_b16(tiny: bool) -> Rows:
     """Times a step of ViT-B/16 on 128 images, in bfloat16 by autocast. All models have skips and LN and differ in attention.
 
-    α sets ‖S‖₂, which grows with the number of tokens. For α = 0.1, the default of `build_vit`, ‖S‖₂ is 6. For α = 0.025 it
-    is 1.5, as in the paper's trained models.
+    ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`, and 1.5 for α = 0.025, as in the paper's trained models.
     """
     small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
@@ -339,18 +319,18 @@ def step(tiny: bool) -> Rows:
 
 
 def identity(query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, mask: Tensor | None = None) -> Tensor:
-    """Takes the place of `SelfAttention.mix`: returns the value, with zero gradients for query and key."""
+    """Returns the value, with zero gradients for query and key, in place of `SelfAttention.mix`."""
     return (value + 0 * query + 0 * key)[:, :, :num_outputs]
 
 
 def step_of(model: torch.nn.Module, images: Tensor, *, autocast: bool = False) -> Callable[[], tuple]:
-    """Returns a function that takes the pipeline's training step, with arbitrary labels."""
+    """Returns a function that performs a training step as the pipeline does, with arbitrary labels."""
     labels = torch.arange(len(images), device=DEVICE) % 10
     return partial(train_step, model, optimizer_of(model), autocast, images, labels)
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Returns AdamW with a learning rate of 0. This rate does not change the time of a step, and it leaves ‖S‖₂ as drawn."""
+    """Returns AdamW with a learning rate of 0, which keeps ‖S‖₂ and does not change the time of a step."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=DEVICE.type == "cuda")
 
 
@@ -448,10 +428,7 @@ def profile(tiny: bool) -> Rows:
 
 
 def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
-    """Returns the median seconds of `work`. On a GPU, `work` is replayed from a CUDA graph unless `replayed` is False.
-
-    A CPU gives one sample. A GPU gives up to 20, in about half a second.
-    """
+    """Returns the median seconds of `work`, over 3 to 20 samples on a GPU, and from a single sample on a CPU."""
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
@@ -517,7 +494,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Runs the kernels on the CPU within this context, by Triton's interpreter, as in the tests."""
+    """Runs the kernels on the CPU, by Triton's interpreter, as in the tests."""
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
     from osa.kernels import operators
     from tests.osa.interpreter import quick
@@ -529,10 +506,7 @@ def interpreted() -> Iterator[None]:
 
 
 def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
-    """Runs a part in a process of its own, and returns the outcome.
-
-    The process should stop by itself. If it has not stopped by the deadline, it is killed.
-    """
+    """Runs a part in a process of its own, and returns the outcome. The process is killed if it has not stopped in time."""
     if allowed < 5:
         return "out of time"
     options = ["--into", folder, "--until", time.time() + allowed - 2, *(["--rehearse"] if tiny else [])]
@@ -593,7 +567,7 @@ def first_look(folder: Path) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Returns the rows of a table. The list is empty if the file is missing."""
+    """Returns the rows of a table, or none if the file is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:

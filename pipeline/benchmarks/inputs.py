@@ -1,4 +1,4 @@
-"""Inputs for counting and timing the attention of one head, and `exponential_dense`, the naive method of Section 2.1."""
+"""Draws inputs for counting and timing the attention of one head, and computes exp(S) V naively."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 SEED = 0
-NORM = 2.0  # ‖S‖₂. Over the trained heads of a block the median is 0.2 to 1.6. The maximum over all blocks is 4.3.
-DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY: few directions carry S, as in a trained head
+NORM = 2.0  # ‖S‖₂. For trained heads, the medians over a block are 0.2 to 1.6, and the maximum over all blocks is 4.3.
+DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY, since few directions carry S in trained heads
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Inputs:
 
 
 def skew(scale: float, query: Tensor, key: Tensor) -> Tensor:
-    """Returns scale · (QKᵀ − KQᵀ) in the precision of the inputs. It is S of Eq. 5 for Q and K, and [S] for BᵀQ and BᵀK."""
+    """Returns S = scale · (QKᵀ − KQᵀ) of Eq. 5, in the precision of the inputs."""
     half = scale * (query @ key.mT)
     return half - half.mT
 
 
 def exponential_dense(scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns exp(S) V (Eq. 5) by the N×N exponential: the naive implementation of Section 2.1."""
+    """Returns exp(S) V (Eq. 5) by the N×N exponential, the naive method of Section 2.1."""
     return torch.linalg.matrix_exp(skew(scale, query, key)) @ value

@@ -1,7 +1,7 @@
 """Resources of the kernels in osa/kernels: `python -m pipeline benchmarks.kernels`. It needs Triton but no GPU.
 
-Triton's compilers compile each kernel for each architecture. The script writes kernels.csv to paper_outputs/benchmarks/.
-These are some of its columns:
+The script compiles each kernel for each architecture, and writes paper_outputs/benchmarks/kernels.csv. It compiles a kernel
+again only if the compiler's input has changed, and warns if the kernel then takes more resources.
 
 registers            number of registers per thread
 spilled_bytes        number of bytes that a thread spills, the sum of stores and loads
@@ -11,9 +11,7 @@ programs             number of programs that fit on a multiprocessor
 warnings             the compiler's performance warnings; C7510 says that a thread waits for each product
 hgmma                number of HGMMA instructions, Hopper's asynchronous products on tensor cores
 waits                number of instructions that wait for these products
-
-A kernel is compiled again only if the compiler's input has changed, that is, if its digest differs from the digest in the
-kernel's row. The script prints a warning if a kernel then takes more resources than its row says.
+source               digest of the compiler's input
 """
 
 import ast
@@ -51,7 +49,7 @@ TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability → bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, for both architectures
 RESERVED = 1024  # bytes of shared memory that the driver adds to each program
-WIDTHS = (16, 32, 64, 128)  # d_v of the paper's heads, and common values of d_v
+WIDTHS = (16, 32, 64, 128)  # d_v of the paper's heads, and common values
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (
@@ -65,8 +63,7 @@ BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
 BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
 MOST_ROWS = {"exact": 64}  # method → maximum number of tokens for which a program holds a basis in its registers
 MANY = 4096  # tokens of a long sequence
-# The launch code is told that the GPU has this number of multiprocessors, or 1 for other forms of a kernel. It launches the
-# form "parts" only if there are more multiprocessors than heads, as on an H100.
+# Number of multiprocessors, as of an H100, with which the launch code chooses the form "parts". Other forms get 1.
 MULTIPROCESSORS = {"parts": 132}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -97,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def committed_rows() -> dict[Key, dict[str, str]]:
-    """Returns the rows of kernels.csv by key. The dict is empty if the file is missing."""
+    """Returns the rows of kernels.csv by key, or none if the file is missing."""
     if not (ROOT / TABLE).exists():
         return {}
     rows = pd.read_csv(ROOT / TABLE, dtype=str, keep_default_na=False).to_dict("records")
@@ -105,7 +102,7 @@ def committed_rows() -> dict[Key, dict[str, str]]:
 
 
 def cases() -> Iterator[tuple[Key, Launch, int]]:
-    """Yields each row's key, launch and architecture, in the table's order."""
+    """Yields the key, launch and architecture of each row, in the table's order."""
     for method, width, dtype, architecture in itertools.product(METHODS, WIDTHS, DTYPES, ARCHITECTURES):
         for launched in launches(method, width, dtype, architecture):
             key = method, name(launched), str(width), str(dtype).removeprefix("torch."), f"sm_{architecture}"
@@ -121,7 +118,7 @@ def source(launched: Launch, architecture: int) -> str:
 
 @functools.cache
 def code(kernel) -> dict[str, str]:
-    """Returns the code of a kernel and of the functions that it calls, without comments, and the constants they read."""
+    """Returns the code of a kernel and of the functions that it calls, and the constants that they read."""
     found, waiting = {}, [kernel.fn]
     while waiting:
         function = waiting.pop()
@@ -149,8 +146,7 @@ def code(kernel) -> dict[str, str]:
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
     """Lists the launches of a forward and a backward pass, for heads of one width.
 
-    Kernels for long sequences get `MANY` tokens. Kernels for short sequences get the number in `MOST_ROWS`, or else
-    `short.MAX_TOKENS`.
+    Kernels for long sequences get `MANY` tokens, and kernels for short sequences as many as they take.
     """
     found, (*form, method) = [], method.split()
     multiprocessors = MULTIPROCESSORS.get("".join(form), 1)
@@ -198,7 +194,7 @@ def resources(launched: Launch, architecture: int) -> dict:
         report = _run("ptxas", "-v", f"--gpu-name={target}", ptx, "-o", machine_code).stderr
         instructions = _run("cuobjdump", "--dump-sass", machine_code).stdout
     hgmma, waits = (len(re.findall(rf"\b{name}\b", instructions)) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
-    # ptxas reports numbers for each function of a kernel. We take their sums.
+    # sums, because ptxas reports numbers for each function of a kernel
     used = {key: sum(map(int, re.findall(pattern, report))) for key, pattern in REPORTED.items()}
     registers, warps, shared = used["registers"], compiled.metadata.num_warps, compiled.metadata.shared
     by_registers = REGISTERS // (32 * warps * 8 * -(-registers // 8))
@@ -218,7 +214,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Returns whether a kernel takes more resources by its new row, `row`, than by its row in the table, `than`."""
+    """Returns whether a kernel takes more resources by its new row than by its old row, `than`."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

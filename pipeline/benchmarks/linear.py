@@ -19,7 +19,7 @@ def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
     """Returns FAVOR+ attention, an estimate of softmax attention at scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
 
     φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x and Ω = `projection`, (m, d). To avoid overflow we divide the features of
-    each query by their maximum, and the features of all keys of a head by their maximum. These factors cancel.
+    each query, and those of all keys of a head, by their maximum. These factors cancel.
     """
     exponents = []
     for x in (query, key):
@@ -40,12 +40,12 @@ def orthogonal_projection(width: int, count: int | None = None) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(math.ceil(count / width), width, width, generator=generator)
     q, r = torch.linalg.qr(blocks)
-    # LAPACK chooses the signs on the diagonal of r. If all signs are made positive, q is uniformly distributed.
+    # with a positive diagonal of r, whose signs LAPACK chooses, q is uniformly distributed
     q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     directions = q.mT.flatten(0, 1)[:count]
     return directions * torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns attention with weights φ(qᵢ)ᵀφ(kⱼ) / Σⱼ φ(qᵢ)ᵀφ(kⱼ), where `query` and `key` are the features φ(q), φ(k)."""
+    """Returns linear attention, where `query` and `key` hold the features φ(q) and φ(k)."""
     return query @ (key.mT @ value) / (query @ key.sum(-2, keepdim=True).mT)

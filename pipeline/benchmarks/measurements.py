@@ -1,4 +1,4 @@
-"""Measurements of a machine: their folder and their format, and the options of all scripts."""
+"""Writes and reads measurements of a machine, in the machine's folder of paper_outputs/benchmarks."""
 
 import argparse
 import re
@@ -19,15 +19,10 @@ BENCHMARKS = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
 INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
-SDPA, BEST = "sdpa", "best SDPA"  # SDPA runs the backend that torch chooses, BEST is the fastest backend
+SDPA, BEST = "sdpa", "best SDPA"  # softmax attention by torch's choice of a backend, and by the fastest
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
-# Size of the square matrices that `peak` multiplies → number of samples. A small product ends before the system interrupts
-# the process, so small products show the peak on a busy machine too.
-PEAK_SIZES = {
-    256: 50,
-    512: 20,
-    2048: 3,
-}
+# size of square matrices → number of samples. A small product often ends before the system interrupts the process.
+PEAK_SIZES = {256: 50, 512: 20, 2048: 3}
 
 
 def parser(script: str, about: str | None) -> argparse.ArgumentParser:
@@ -41,23 +36,22 @@ def parser(script: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def slug(environment: dict) -> str:
-    """Returns the name of a machine's folder: its device and its number of threads, such as amd-epyc-2-threads."""
+    """Returns the name of a machine's folder: the device and the number of threads, such as amd-epyc-2-threads."""
     return re.sub(r"[^a-z0-9]+", "-", provenance.machine(environment).lower()).strip("-")
 
 
 def quantiles(seconds: list[float] | NDArray) -> dict[str, float]:
-    """Returns the median, 10 % and 90 % quantiles of samples, by the names of their columns."""
+    """Returns the median and the 10 % and 90 % quantiles of samples, by the names of their columns."""
     return dict(zip(QUANTILES, np.quantile(seconds, list(QUANTILES.values())).tolist(), strict=True))
 
 
 def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Returns the floating-point operations per second of the fastest matrix product up to 2048×2048, in float32 or `dtype`.
 
-    On CUDA it allows TF32, because torch's attention splits a float32 product into several products on tensor cores. Such
-    attention may be faster than the peak of plain float32. The time is that of the wall clock until the host has read a
-    result. It does not come from `seconds` in benchmarks/cost.py, because the peak serves to check that function.
+    TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. The wall clock measures
+    the time, because the peak serves to check `seconds` in benchmarks/cost.py.
     """
-    # On CUDA we time 30 products in a row, because reading a result takes long.
+    # several products in a row on CUDA, where reading a result takes long
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"

@@ -1,10 +1,9 @@
 """Times an orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
-rotations), and the steps of pipeline/benchmarks/post.py. The dense layer is `nn.Linear`. We time a forward pass alone, and
-one with the gradients of tokens and parameters. At each size all layers take turns in rounds of shuffled order, and we
-divide each time by the dense layer's time in the same round. We leave out sizes at which a layer would take too long. The
-results go to orthogonal.csv and orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
+rotations), and the steps of pipeline/benchmarks/post.py. At each size all layers take turns in rounds of shuffled order, and
+we divide each time by the time of `nn.Linear` in the same round. The results go to orthogonal.csv and orthogonal.json in
+paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -37,13 +36,12 @@ SEED = 0
 SMALLEST = 16  # n of the smallest layer
 TOKENS = (1, 128, TRAINING_TOKENS)
 STD = 0.01  # standard deviation of the parameters, as in the post
-SAMPLE_SECONDS = 0.02  # each sample repeats its call for at least this long
+SAMPLE_SECONDS = 0.02  # minimum duration of a sample, which repeats its call
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
-# We predict that a time grows as n^POWER. With many tokens it grows as n², and with few tokens as n³.
-POWER = 2.5
+POWER = 2.5  # a time is predicted to grow as n^POWER: it grows as n² with many tokens, and as n³ with few tokens
 LARGEST_GIVENS = 128  # maximum n for the post's Givens rotations, since autograd stores n(n − 1)/2 results
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
-KEYS = ["map", "code", "n", "tokens", "pass"]
+KEYS = ["map", "code", "n", "tokens", "pass"]  # columns that identify a row
 
 Key = tuple[str, str, int, int, str]
 
@@ -52,7 +50,7 @@ Key = tuple[str, str, int, int, str]
 class Layer:
     """A linear layer.
 
-    function     maps tokens (b, n) and `parameters` to the output
+    function     (tokens (b, n), parameters) → output
     parameters   the parameters of the layer, as one tensor
     free         number of degrees of freedom
     """
@@ -101,7 +99,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns a dict from (map, code) to the layer of width n.
+    """Returns the layers of width n by map and code.
 
     Our layers and torch's are initialised with the same weight. A small random X is then added to their parameters.
     """
@@ -128,11 +126,9 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Returns whether to time a call.
+    """Returns whether to time a call. The dense layer is timed at every size, because it divides the other times.
 
     `last` holds n and the seconds of the last call with the same map, code, tokens and pass.
-
-    The dense layer is timed at every size, because the other times are divided by its time.
     """
     name, code, n, tokens, direction = key
     before = last.get(((name, code), tokens, direction))
@@ -142,7 +138,7 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
 
 
 def describe(layer: Layer, n: int) -> dict[str, float]:
-    """Returns the size of a layer's parameters, and ‖WᵀW − I‖₂ of the matrix that it applies in float32."""
+    """Returns the size of a layer's parameters, and ‖WᵀW − I‖₂ of the matrix that the layer applies in float32."""
     w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
     error = orthogonality_error(w).item()
     return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}

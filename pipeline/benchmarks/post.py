@@ -1,8 +1,7 @@
-"""The layers of the post *Orthogonal Linear Layers in PyTorch*, written from its formulas and with its steps. Part of the
-post's own code does not run: see docs/errata.md.
+"""The layers of the post *Orthogonal Linear Layers in PyTorch*, written from its formulas and with its steps.
 
-A layer takes x (tokens, n) and its parameters, and returns x W. The parameters of `householder` are m vectors. Any other
-layer has n(n − 1)/2 angles, one for each plane (i, j) with i < j, ordered by i and then j.
+Part of the post's own code does not run: see docs/errata.md. A layer maps x (tokens, n) and its parameters to x W. The
+parameters of `householder` are m vectors. Any other layer has n(n − 1)/2 angles, one for each plane of `planes`.
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 
 def givens(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates x in one plane after the other: columns (p, q) become (cos θ p + sin θ q, −sin θ p + cos θ q)."""
+    """Rotates x in each plane in turn: columns (p, q) become (cos θ p + sin θ q, −sin θ p + cos θ q)."""
     columns, cos, sin = list(x.unbind(-1)), angles.cos().unbind(), angles.sin().unbind()
     for k, (i, j) in enumerate(zip(*planes(len(columns)).tolist(), strict=True)):
         p, q = columns[i], columns[j]
@@ -24,7 +23,7 @@ def exponential(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def cayley(x: Tensor, angles: Tensor) -> Tensor:
-    """Returns x (I − A)⁻¹ (I + A). The post has no factor ½ before A, so the derivative at 0 is twice the exponential's."""
+    """Returns x (I − A)⁻¹ (I + A). There is no factor ½ before A, so the derivative at 0 is twice the exponential's."""
     a, identity = _skew(angles, x.shape[-1]), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return x @ torch.linalg.solve(identity - a, identity + a)
 
@@ -37,7 +36,7 @@ def householder(x: Tensor, vectors: Tensor) -> Tensor:
 
 
 def planes(n: int) -> Tensor:
-    """Returns i and j of every pair i < j, (2, n(n − 1)/2)."""
+    """Returns i and j of every pair i < j, ordered by i and then j, (2, n(n − 1)/2)."""
     return torch.triu_indices(n, n, 1)
 
 

@@ -1,13 +1,10 @@
 """Times a training step of each model of the paper and of the straightforward script: `python -m pipeline benchmarks.step`.
 
-Our code and the script take the same steps in one process, in rounds of shuffled order. A step takes a batch of the paper's
-size through a forward pass, a backward pass, clipping and AdamW. Our code is the step of `pipeline.training`. On CUDA we
-time it with its graph and without. The script is `benchmarks.straightforward` with a DataLoader over torchvision's MNIST, in
-torch's default settings. It reads the loss after each step, as such scripts do.
-
-Both start from the initial weights of one seed. If the run of this seed has been trained, we also time both with its last
-weights, which have a larger ‖S‖. The rounds also time a large matrix product, which shows the speed of the machine. The
-results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
+Our code is the step of `pipeline.training`, on CUDA with its graph and without. The script is `benchmarks.straightforward`
+with a DataLoader over torchvision's MNIST, in torch's default settings, and reads the loss after each step. Our code and the
+script take their steps in one process, in rounds of shuffled order, from the same initial weights, and from trained weights
+if there are any. The rounds also time a large matrix product, which shows the speed of the machine. The results go to
+step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -38,10 +35,10 @@ from pipeline.training.loop import Training, configure_torch
 from pipeline.training.run import Run
 
 SEED = 5  # git keeps the weights of this seed
-SAMPLE_SECONDS = 0.5  # each sample repeats its step for at least this long
+SAMPLE_SECONDS = 0.5  # minimum duration of a sample, which repeats its step
 EXACT = "osa_exact"  # our model, which the paper does not have
 COMPILABLE = ("vit", EXACT)
-KEYS = ["model", "code", "weights"]
+KEYS = ["model", "code", "weights"]  # columns that identify a row
 Key = tuple[str, str, str]
 PEAK: Key = "product", "", ""  # key of the matrix product
 PEAK_SIZE = 2048  # rows and columns of both matrices
@@ -80,7 +77,7 @@ def models_timed(settings: Params) -> list[str]:
 def prepare(
     variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
 ) -> tuple[dict[Key, StepCall], dict[Key, float]]:
-    """Returns the steps by model, code and weights, and the seconds that the first step of each compiled model took."""
+    """Returns the steps by model, code and weights, and the seconds of each compiled model's first step."""
     steps: dict[Key, StepCall] = {}
     compile_seconds: dict[Key, float] = {}
     loaded: dict[str, idx.DataSet] = {}
@@ -110,7 +107,7 @@ def prepare(
 def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
     """Returns the floating-point operations of each step's matrix products.
 
-    A graph and compiled code hide their products. For them we count the products of our eager code.
+    A graph and compiled code hide their products, so we count the products of our eager code.
     """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
@@ -132,19 +129,19 @@ def training_from(
 
 
 def with_whole_batches(config: RunConfig) -> RunConfig:
-    """Returns the configuration without the smaller last batch of an epoch, so that all steps have the same size."""
+    """Drops the smaller last batch of an epoch, so that all steps have the same size."""
     return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
 
 
 def our_step(training: Training) -> StepCall:
-    """Returns a function that takes the next step of a training, epoch after epoch."""
+    """Returns a function that performs the next step of a training, epoch after epoch."""
     keep_weights(*training.optimizers)
     batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
     return in_mode(True, lambda: training.step(*next(batches)))
 
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> StepCall:
-    """Returns a function that takes the next step of the straightforward script, from the weights of `ours`."""
+    """Returns a function that performs the next step of the straightforward script, from the weights of `ours`."""
     from torchvision import datasets, transforms  # takes seconds to import
 
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
@@ -175,16 +172,13 @@ def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, de
 
 
 def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
-    """Sets the learning rates to 0, so that steps keep the weights. The time of a step stays the same."""
+    """Sets the learning rates to 0, which keeps the weights and does not change the time of a step."""
     for group in itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
         group["lr"] = 0.0
 
 
 def in_mode(deterministic: bool, step: StepCall) -> StepCall:
-    """Returns a function that takes `step` with torch's deterministic mode switched on or off.
-
-    The pipeline's trainings switch it on. By default it is off.
-    """
+    """Returns a function that performs `step` with torch's deterministic mode on, as in our trainings, or off."""
 
     def call() -> object:
         torch.use_deterministic_algorithms(deterministic)
@@ -202,7 +196,7 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """Returns ratios of seconds for each kind of weights. A ratio is left out if one of its models has not been measured.
+    """Returns ratios of seconds for each kind of weights. A ratio needs the times of all its models.
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
     straightforward_over_ours   time of the script, divided by the time of our code: of each model, and summed over groups

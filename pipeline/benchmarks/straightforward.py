@@ -1,8 +1,7 @@
-"""The models as one would first write them: torchvision's ViT, and the paper's formulas with the library calls it names.
+"""The models as one would first write them: torchvision's ViT, and the paper's formulas with the library calls named there.
 
-The formulas are neither optimised nor slowed down. They call torch.linalg.qr and torch.linalg.matrix_exp, and apply Eq. 9 to
-the N×2d_v matrix. `load_weights` copies the weights of our model into a model of this file. The two models then compute the
-same function.
+The formulas are neither optimised nor slowed down: they call torch.linalg.qr and torch.linalg.matrix_exp, and apply Eq. 9 to
+the N×2d_v matrix. With the weights from `load_weights`, a model computes the same function as ours.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """Returns torchvision's ViT. `Block` replaces torchvision's blocks unless the variant is a ViT with skips and LN."""
+    """Returns torchvision's ViT, whose blocks are `Block` unless the variant is a ViT with skips and LN."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant

@@ -1,12 +1,8 @@
 """Measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
-Writes a file for each run under paper_outputs/evaluations. It holds loss, accuracy, calibration error, per-class accuracy,
-confusion matrix and mistakes on the full test set, and for each layer and head of orthogonal attention the quantities of the
-theorems. Git tracks the files. A run can therefore be added without the weights of the other runs, and without evaluating
-them again.
-
-`mistakes` maps the index of each misclassified test image to the predicted class. All other predictions are right, so
-`mistakes` determines every prediction in a tenth of the space of a full list.
+Each run gets a file in paper_outputs/evaluations. Git tracks these files, so a run can be added without the weights of the
+other runs. The key `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions
+are right, so a full list is not needed.
 """
 
 import copy
@@ -34,9 +30,7 @@ from pipeline.training.run import Run
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # number of test images for measuring the attention
-# Rounding may change the predictions of a few images. This is the maximum difference between the test accuracies in training
-# and in evaluation, as a number of images.
-TOLERANCE_IMAGES = 5
+TOLERANCE_IMAGES = 5  # number of predictions that rounding may change, on another device or in batches of another size
 
 
 @entry_point
@@ -54,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:
-    """The content of evaluation.json: digests of metrics and weights, and measurements (empty if the run diverged)."""
+    """Returns the content of evaluation.json: digests, and measurements, which are empty if the run diverged."""
     record = run.ended_record()
     training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
     if record.status == "diverged":
@@ -64,7 +58,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """Measures a finished run. The function `rounded` rounds all floats."""
+    """Measures a finished run. Raises UserError if the images or labels have changed since the training."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)
@@ -88,14 +82,16 @@ def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
 
 @torch.no_grad()
 def predict(model: torch.nn.Module, images: torch.Tensor | idx.Images) -> torch.Tensor:
-    """The logits of all images, (n, classes), converted to float64."""
+    """Returns the logits of all images, (n, classes), in float64."""
     return torch.cat([model(batch).double() for batch in images.split(BATCH_SIZE)])
 
 
 def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """The expected calibration error of probabilities (n, classes) (Guo et al. 2017, Eq. 3): the mean of |accuracy −
-    confidence| over equally wide bins of confidence, weighted by their shares of the images. Confidence is the probability
-    of the predicted class."""
+    """Returns the expected calibration error of probabilities (n, classes) (Guo et al. 2017, Eq. 3).
+
+    The error is the mean of |accuracy − confidence| over equally wide bins of confidence, weighted by the number of images.
+    Confidence is the probability of the predicted class.
+    """
     confidence, predictions = probabilities.max(-1)
     bins = (CALIBRATION_BINS * confidence).long().clamp(max=CALIBRATION_BINS - 1)
     gaps = torch.zeros(CALIBRATION_BINS, dtype=confidence.dtype)
@@ -104,8 +100,7 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> floa
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
-    """Raises UserError if the measured accuracy and the accuracy in training differ by more than TOLERANCE_IMAGES images.
-    Rounding depends on batch size, threads and device, and may change a few predictions."""
+    """Raises UserError if the accuracies, measured now and in training, differ by more than TOLERANCE_IMAGES images."""
     if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
             f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "
@@ -120,7 +115,7 @@ def confusion_matrix(labels: torch.Tensor, predictions: torch.Tensor, num_classe
 
 
 def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
-    """Returns a row for each class that has images: class, number of images, accuracy."""
+    """Returns a row for each class that has images."""
     images = confusion.sum(axis=1)
     classes = images.nonzero()[0]
     accuracy = confusion.diagonal()[classes] / images[classes]
@@ -129,7 +124,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 @torch.no_grad()
 def layer_table(model: VisionTransformer, images: torch.Tensor) -> pd.DataFrame:
-    """Returns a row for each layer and head of orthogonal attention (see `head_statistics`). Other models have no rows."""
+    """Returns the `head_statistics` of all layers of orthogonal attention. Other models have no rows."""
     tables = [
         head_statistics(number, attention, x)
         for number, (attention, x) in enumerate(measures.attention_inputs(model, images))

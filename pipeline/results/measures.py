@@ -18,8 +18,8 @@ from osa.reference import skew
 from osa.vit import VisionTransformer
 
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
-ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use the methods METHODS, in the order of METHODS
-LAYER_IMAGES = 2  # number of images for measuring a layer
+ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the model of each of METHODS
+LAYER_IMAGES = 2  # images on which a layer is measured
 # The function φ₁ takes 20 to 60 matrix products. Each product has a typical error of √n · eps. A tolerance of 32 n · eps is
 # therefore sufficient.
 PRODUCTS_OF_PHI1 = 32
@@ -39,10 +39,10 @@ def norm(matrix: Tensor) -> Tensor:
 
 
 def exponential(s: Tensor) -> Tensor:
-    """exp(S) of a skew-symmetric S, (..., n, n), from the eigenvectors of the Hermitian iS. Its error is n · eps · ‖S‖₂.
+    """Returns exp(S) of a skew-symmetric S, (..., n, n), with an error of n · eps · ‖S‖₂.
 
-    torch.linalg.matrix_exp is too inaccurate for a reference. For a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2, a
-    coefficient at degree 8 is wrong (PyTorch issue 196592). The error reaches 3.3e-10, even for a plane rotation by 0.04.
+    torch.linalg.matrix_exp is no reference: for a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2, the error reaches
+    3.3e-10 (PyTorch issue 196592).
     """
     values, vectors = torch.linalg.eigh(1j * s)
     return ((vectors * torch.exp(-1j * values).unsqueeze(-2)) @ vectors.mH).real
@@ -55,18 +55,18 @@ def orthogonality_error(y: Tensor) -> Tensor:
 
 
 def effective_rank(eigenvalues: Tensor) -> float:
-    """exp(−Σ pᵢ log pᵢ), pᵢ = λᵢ/Σλ (Roy and Vetterli 2007). It is n if n eigenvalues are equal and all others are 0."""
+    """Returns exp(−Σ pᵢ log pᵢ), pᵢ = λᵢ/Σλ (Roy and Vetterli 2007): n if n eigenvalues are equal and all others are 0."""
     return torch.special.entr(eigenvalues / eigenvalues.sum()).sum().exp().item()
 
 
 def mean_cosine(cosines: Tensor) -> Tensor:
-    """The mean cosine over all pairs of different tokens, (..., N, N) → (...). The cosines on the diagonal are 1."""
+    """Returns the mean cosine over all pairs of different tokens, (..., N, N) → (...), for a diagonal of ones."""
     n = cosines.shape[-1]
     return (cosines.sum((-2, -1)) - n) / (n * n - n)
 
 
 def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:
-    """A random (tokens, width) matrix, tokens ≥ width, with singular values spaced geometrically from 1 to 1/condition."""
+    """Returns a random matrix, (tokens, width ≤ tokens), with singular values spaced geometrically from 1 to 1/condition."""
     left = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q
     right = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
     exponents = torch.linspace(0, -math.log10(condition), width, dtype=torch.float64)
@@ -74,7 +74,7 @@ def matrix_with_condition(tokens: int, width: int, condition: float, *, generato
 
 
 def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
-    """Returns the scale for which the matrix S of `query` and `key` has ‖S‖₂ = `skew_norm`. The scale is a scalar tensor."""
+    """Returns the scale, a scalar tensor, for which S has ‖S‖₂ = `skew_norm`."""
     return skew_norm / norm(skew(query, key, 1.0))
 
 
@@ -106,21 +106,21 @@ def query_key_product(w_query: Tensor, w_key: Tensor) -> Tensor:
 
 
 def condition(singular_values: Tensor, rank: int) -> float:
-    """The effective condition number (Section 4.1), the ratio of the largest to the smallest nonzero singular value.
+    """Returns the effective condition number (Section 4.1), the ratio of the largest to the smallest nonzero singular value.
 
-    Singular values are in descending order. The first `rank` of them are not zero.
+    Singular values are in descending order, and the first `rank` of them are not zero.
     """
     return (singular_values[0] / singular_values[rank - 1]).item()
 
 
 def weight_condition(w_query: Tensor, w_key: Tensor) -> float:
-    """κ(W̃) of a head (Theorem 4.2), the ratio of the largest to the smallest of the 2d_v nonzero singular values of W̃."""
+    """Returns κ(W̃) of a head (Theorem 4.2), from the 2d_v nonzero singular values of W̃."""
     values = torch.linalg.svdvals(query_key_product(w_query.double(), w_key.double()))
     return condition(values, rank=2 * w_query.shape[-1])
 
 
 def gradient_norm(module: nn.Module, least_dimensions: int = 0) -> float:
-    """‖∂loss/∂θ‖₂ after a backward pass, over the module's parameters with at least `least_dimensions` dimensions."""
+    """Returns ‖∂loss/∂θ‖₂ after a backward pass, over the parameters with at least `least_dimensions` dimensions."""
     found = [p.grad.norm() for p in module.parameters() if p.ndim >= least_dimensions and p.grad is not None]
     return torch.stack(found).norm().item()
 
@@ -171,9 +171,9 @@ def power_iteration(
 
 
 def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dict[str, float]:
-    """κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from the eigenvalues of J Jᵀ.
+    """Returns κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from the eigenvalues of J Jᵀ.
 
-    The head's outputs lie in the row space of W^O. In coordinates of that space the Jacobian has N·d_v rows, one for each
+    The head's outputs lie in the row space of W^O. In coordinates of this space the Jacobian has N·d_v rows, one for each
     nonzero singular value.
     """
     *inputs, w_out = (weight.detach() for weight in head_weights(layer)[index])
@@ -201,7 +201,7 @@ def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]
 
 
 def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[SelfAttention, Tensor]]:
-    """Yields the attention of each block and the input of the attention, (images, N, d)."""
+    """Yields the attention of each block, and the input of the attention, (images, N, d)."""
     x = model.tokens(images)
     for block, attention, _ in blocks_of(model):
         yield attention, block.norm1(x)

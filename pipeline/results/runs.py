@@ -24,12 +24,12 @@ PROVENANCE_COLUMNS = ["numerics", "device", "dirty", "started_at", "seconds", "i
 
 
 def of_table_2(settings: Params) -> list[Run]:
-    """The runs of Table 2, Figure 1 and the verdicts, in the order of params.yaml."""
+    """Returns the runs of Table 2, Figure 1 and the verdicts, in the order of params.yaml."""
     return [Run(*each) for each in itertools.product(settings.run.variants, settings.run.seeds)]
 
 
 def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRecord]]:
-    """Yields the stored runs of one study, or of all studies, each run with its record.
+    """Yields the stored runs of one study, or of all studies, each with its record.
 
     Raises:
         UserError: a run is damaged or incomplete.
@@ -40,7 +40,7 @@ def recorded(study: str = "*", base: Path = Path()) -> Iterator[tuple[Run, RunRe
 
 
 def accuracy(metrics: dict) -> float:
-    """Test accuracy in per cent from a run's metrics; NaN if the run diverged."""
+    """Returns the test accuracy in per cent from a run's metrics, or NaN if the run diverged."""
     return math.nan if metrics["diverged"] else 100 * metrics["test_accuracy"]
 
 
@@ -49,7 +49,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
     runs        a row for each run, even if the run is missing
     histories   a row for each point of the curves of the existing runs
-    watched     the rows of watched.csv of the existing runs; this table is absent if no run has the file
+    watched     the rows of watched.csv of the existing runs; absent if no run has the file
     """
     import pandas as pd
 
@@ -69,7 +69,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Status and results of a run. A run trained on other images than params.yaml selects counts as missing.
+    """Returns the status and results of a run, which counts as missing if `config` selects other images.
 
     Raises:
         UserError: the stored run has another configuration.
@@ -88,7 +88,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
 
 
 def difference(recorded: RunConfig, wanted: RunConfig) -> str:
-    """Describes the first key in which two configurations differ, with both values. Returns "" if there is none."""
+    """Describes the first key in which two configurations differ, with both values, or returns ""."""
     for section in (*SHARED_SECTIONS, "variant"):
         old, new = getattr(recorded, section), getattr(wanted, section)
         for key in type(new).model_fields:

@@ -1,7 +1,6 @@
 """Tabulates the runs of Table 2 and summarises them over seeds: `python -m pipeline tables`.
 
-The tables stage lists the runs of params.yaml and ignores other runs in the folder. It marks a run without results as
-missing, and counts diverged runs.
+The tables stage lists the runs of params.yaml, and ignores other runs. A run without results counts as missing.
 """
 
 import sys
@@ -63,9 +62,7 @@ def tables_of_table_2(runs: Iterable[dict], params: Params) -> dict[str, pd.Data
 
 
 def find_runs(params: Params) -> list[dict]:
-    """Lists the runs of Table 2: variant, seed, status, and the results of training and evaluation.
-
-    `status` is finished, diverged or missing. Warns of missing runs, and of runs that params.yaml does not list.
+    """Returns the `evaluated_row` of each run of Table 2. Warns of missing runs, and of runs that params.yaml does not list.
 
     Raises:
         UserError: no run exists, or one is damaged.
@@ -84,7 +81,7 @@ def find_runs(params: Params) -> list[dict]:
 
 
 def evaluated_row(run: Run) -> dict:
-    """Variant, seed, status, metrics and evaluation of a run, in one dictionary."""
+    """Returns variant, seed, status (finished, diverged or missing), metrics and evaluation of a run."""
     identity = {"variant": run.variant, "seed": run.seed}
     record = run.record()
     if record is None or not run.evaluated.exists():
@@ -97,7 +94,7 @@ def warn(sentence: str) -> None:
 
 
 def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
-    """Concatenates the tables called `name` of all finished runs. MEASURED[name] lists the columns."""
+    """Concatenates the tables called `name` of all finished runs."""
     parts, columns = [], RUN + MEASURED[name]
     for run in runs:
         if run["status"] == "finished" and run[name]:
@@ -106,7 +103,7 @@ def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
 
 
 def as_table(name: str, value: Any) -> pd.DataFrame:
-    """Converts `value`, which evaluation.json holds under the key `name`, to a table."""
+    """Converts the value of the key `name` in evaluation.json to a table."""
     if name == "confusion":  # the table has a row for each pair of label and prediction
         counts = np.array(value)
         label, prediction = np.indices(counts.shape)
@@ -117,7 +114,7 @@ def as_table(name: str, value: Any) -> pd.DataFrame:
 
 
 def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
-    """Returns a row for each run, with test loss and accuracy from the evaluation. A run that did not finish has NaN."""
+    """Returns a row for each run, with test loss and accuracy from the evaluation, or NaN if the run did not finish."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # Int64 allows runs without a value
@@ -125,7 +122,7 @@ def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
 
 
 def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
-    """One row per variant: the numbers of finished, diverged and missing runs, and statistics of finished runs."""
+    """Returns a row for each variant: the numbers of runs by status, and statistics of the finished runs."""
     rows = []
     for variant in params.run.variants:
         group = runs[runs["variant"] == variant]
@@ -139,13 +136,13 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
 
 
 def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
-    """Concatenates the curves of all existing runs, including diverged ones."""
+    """Concatenates the curves of all runs that are not missing."""
     there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
     return pd.concat(Run(*run).history().assign(**run._asdict()) for run in there)
 
 
 def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
-    """Statistics of each point over the seeds with a finite value, in long form: variant, curve, step, epoch, n, mean, …"""
+    """Returns statistics over seeds for each point of each curve, in long form, without missing values."""
     long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
     groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
     rows = []
@@ -164,13 +161,13 @@ def one_column_per_variant(curves: pd.DataFrame, curve: str, variants: list[str]
 
 
 def accuracy_by_seed(runs: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
-    """Tabulates the test accuracies, in per cent, for `dvc plots`: a column of seeds, then a column for each variant."""
+    """Tabulates test accuracies in per cent for `dvc plots`: a column of seeds, then a column for each variant."""
     wide = (100 * runs.set_index(["seed", "variant"])["test_accuracy"]).unstack()
     return wide.reindex(columns=variants).reset_index()
 
 
 def for_dvc_metrics(summary: pd.DataFrame) -> dict[str, dict[str, float]]:
-    """Returns each variant's test accuracy for `dvc metrics`: its mean and sd in per cent, and the number of runs n."""
+    """Returns the test accuracy of each variant for `dvc metrics`: mean and sd in per cent, and the number of runs n."""
     found = {}
     for row in summary.to_dict("records"):
         mean, std = row["test_accuracy_mean"], row["test_accuracy_std"]

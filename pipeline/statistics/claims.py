@@ -1,7 +1,7 @@
-"""Judges claims about trained models. Each claims.yaml in pipeline/studies lists claims. A claim has a sentence and a rule.
+"""Judges claims about trained models by the rules in the claims.yaml files of pipeline/studies.
 
-A claim refers to the runs of Table 2 by variant, and to the runs of a study by the names that the study gives them. The
-first comparison of a claim is the primary one. pipeline/statistics/verdicts.py defines the words of a verdict.
+A claim names the runs of Table 2 by variant, and the runs of a study by the study's names. The first comparison of a claim
+is the primary one.
 """
 
 import itertools
@@ -33,17 +33,16 @@ from pipeline.statistics.verdicts import (
 
 GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss (nats) and accuracy (%) of a guess among ten classes
 CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # kind of a contrast → weights of mean accuracies
-TRAINS = 0.5  # a run trains if its last train loss is below this share of the loss of a guess
+TRAINS = 0.5  # a run trains if its last train loss is below this fraction of the loss of a guess
 
 
 class Results:
     """Runs and their curves, by name.
 
     Args:
-        tables: "runs" (name, seed, status, test_accuracy, train_loss, …), "histories" (name, seed, epoch, train_loss, …)
-            and, if the study watches its models, "watched". In a table without the column `name`,
-            the column `variant` is used.
-        guess_loss: loss of a model that gives all classes the same probability.
+        tables: tables by name, as `tables_of` in pipeline/results/runs.py returns them. The column `variant` stands in for a
+            missing column `name`.
+        guess_loss: loss (nats) of a model that gives all classes the same probability.
     """
 
     def __init__(self, *tables: Mapping[str, pd.DataFrame], guess_loss: float = GUESS_LOSS) -> None:
@@ -51,48 +50,46 @@ class Results:
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
-        """Returns the existing runs with this name. If `status` is given, returns only the runs with this status."""
+        """Returns the runs that are not missing. If `status` is given, returns only the runs with this status."""
         runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
         return runs if status is None else runs[runs["status"] == status]
 
     def counts(self, name: str) -> dict[str, int]:
-        """The numbers of finished, diverged and missing runs."""
         statuses = self.runs.loc[self.runs["name"] == name, "status"]
         return {status: int((statuses == status).sum()) for status in ("finished", "diverged", "missing")}
 
     def accuracies(self, name: str) -> list[float]:
-        """Test accuracy of each run, in per cent; a diverged run counts as a guess."""
+        """Returns the test accuracy of each run, in per cent. A diverged run counts as a guess."""
         runs = self.runs_of(name)
         return (100 * runs["test_accuracy"]).where(runs["status"] == "finished", GUESS_ACCURACY).astype(float).tolist()
 
     def losses(self, name: str) -> list[float]:
-        """The last train loss of each run; a diverged run counts as a guess."""
+        """Returns the last train loss of each run. A diverged run counts as a guess."""
         runs = self.runs_of(name)
         return runs["train_loss"].where(runs["status"] == "finished", GUESS_LOSS).astype(float).tolist()
 
     def curves(self, name: str) -> list[pd.DataFrame]:
-        """The history of each existing run, in order of seeds. A diverged run's history ends early."""
+        """Returns the history of each run, in order of seeds. A diverged run's history ends early."""
         own = self.histories[self.histories["name"] == name]
         return [curve for _, curve in own.groupby("seed")]
 
     def starting(self, name: str) -> list[int]:
-        """The seeds of the runs that start, as defined in pipeline/statistics/verdicts.py."""
+        """Returns the seeds of the runs that start (see `starts`)."""
         finished = set(self.runs_of(name, "finished")["seed"])
         curves = {int(curve["seed"].iloc[0]): curve for curve in self.curves(name)}
         return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
-        """Returns the test accuracies, in per cent, of the runs that start (see `starting`)."""
+        """Returns the test accuracies of the runs that start, in per cent."""
         runs, seeds = self.runs_of(name), self.starting(name)
         return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
 
     def curves_of_starting(self, name: str) -> list[pd.DataFrame]:
-        """Returns the histories of the runs that start (see `starting`)."""
         seeds = self.starting(name)
         return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
 
     def last_watched(self, name: str, column: str) -> list[float]:
-        """The last value of a column of watched.csv for each finished run, averaged over layers."""
+        """Returns the last value of a column of watched.csv for each finished run, averaged over layers."""
         own = self.watched[self.watched["name"] == name]
         finished = set(self.runs_of(name, "finished")["seed"])
         return [
@@ -111,16 +108,16 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 
 @dataclass(frozen=True)
 class Declared:
-    """The paper's accuracies and our standard deviations, by model.
+    """The numbers that give a test's power: the paper's accuracies and our standard deviations, by model.
 
-    These numbers are declared before the runs are trained. They give the power of a test.
+    We declare the standard deviations before we train the runs.
     """
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
 
     def effect(self, models: Sequence[str], weights: Sequence[float]) -> float:
-        """The paper's Σ wᵢ · accuracyᵢ; NaN if the paper lacks one of the models."""
+        """Returns the paper's Σ wᵢ · accuracyᵢ, or NaN if the paper lacks one of the models."""
         if not set(models) <= self.accuracies.keys():
             return math.nan
         return sum(weight * self.accuracies[model] for weight, model in zip(weights, models, strict=True))
@@ -133,9 +130,9 @@ NOTHING = Declared()
 
 
 class Claim(Section):
-    """A sentence, its place in the paper, and the rule that judges it.
+    """A sentence, its place in the paper, and the rule that judges the sentence.
 
-    A prediction also has `expected` and `why`. These sentences are written before the runs are trained.
+    A prediction also has `expected` and `why`, written before the runs are trained.
     """
 
     sentence: str
@@ -144,7 +141,7 @@ class Claim(Section):
     why: str | None = None
 
     def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
-        """Returns the verdict of each comparison, the primary one first."""
+        """Returns a verdict for each comparison, the primary comparison first."""
         raise NotImplementedError
 
 
@@ -168,7 +165,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """The first model's test accuracy is higher than the second model's test accuracy minus a margin (percentage points)."""
+    """The first model's test accuracy is above the second model's, minus a margin (percentage points)."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -204,9 +201,8 @@ class Loss(Comparison):
 class Speed(Comparison):
     """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
 
-    The target is the geometric mean, over the second model's runs that start (see `starts`), of the lowest loss in the first
-    part of training. `of_training` is the length of this part, as a fraction of the training. A run that never reaches the
-    target takes infinitely many epochs.
+    `target_loss` computes the target from the second model's runs that start. A run that never reaches the target takes
+    infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -271,10 +267,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More than `share` of each model's runs train, or fewer than `share` if `side` is "below".
-
-    A run trains if its last train loss is below half the loss of a guess.
-    """
+    """More than `share` of each model's runs train, or fewer than `share` if `side` is "below" (see `trains`)."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -309,10 +302,10 @@ AnyClaim = Annotated[
 
 
 class Spreads(Section):
-    """Standard deviations over runs, by name. They are declared before the claims' runs are trained."""
+    """Standard deviations over runs, by name, declared before the runs are trained."""
 
-    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # spread of the test accuracy, in percentage points
-    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # spread of log(epochs to reach a loss)
+    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of test accuracies (percentage points)
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of log(epochs to reach a loss)
 
 
 class ClaimsFile(Section):
@@ -348,21 +341,24 @@ def _read(path: str | Path) -> ClaimsFile:
 
 
 def trains(loss: float) -> bool:
-    """True if a run trains: `loss`, its last train loss, is below half the loss of a guess."""
+    """Returns whether a run's last train loss is below half the loss of a guess."""
     return loss < TRAINS * GUESS_LOSS
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
-    """True if a run starts: at the first point in the second half of training, its train loss is at least MARGIN_OF_A_START
-    below the loss of a guess."""
+    """Returns whether a run starts to learn.
+
+    A run starts if its train loss at the first point in the second half of training is at least MARGIN_OF_A_START below the
+    loss of a guess.
+    """
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """Returns the geometric mean, over runs, of the lowest train loss in the first part of training.
+    """Returns the geometric mean, over runs, of the lowest train loss in the first part of training; NaN without runs.
 
-    The first part is the fraction `of_training` of the epochs. Returns NaN if there are no runs.
+    The first part is the fraction `of_training` of the epochs.
     """
     lowest = []
     for curve in curves:
@@ -372,7 +368,7 @@ def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
 
 
 def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
-    """The epoch at which a curve first falls to `loss`, interpolated log-linearly; infinite if it never does."""
+    """Returns the epoch at which a curve first falls to `loss`, interpolated log-linearly, or infinity if it never does."""
     epochs, losses = _points(curve)
     known = ~np.isnan(losses)
     epochs, losses = epochs[known], losses[known]
@@ -384,12 +380,12 @@ def epochs_to_reach(curve: pd.DataFrame, loss: float) -> float:
 
 
 def _points(curve: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Epoch and train loss of each point, as NumPy arrays: simulations use them thousands of times, and pandas is slow."""
+    """Returns epochs and train losses as NumPy arrays, because simulations call this function often and pandas is slow."""
     return curve["epoch"].to_numpy(float), curve["train_loss"].to_numpy(float)
 
 
 def largest_rise(curve: pd.DataFrame) -> float:
-    """max over t of loss[t] / min(loss[:t + 1]): 1 if the curve never rises, infinite if any loss is not finite."""
+    """Returns the maximum over t of loss[t] / min(loss[:t + 1]), or infinity if any loss is not finite."""
     if not np.isfinite(curve[["train_loss", "test_loss"]].to_numpy(dtype=float)).all():
         return math.inf
     losses = curve["train_loss"].to_numpy()

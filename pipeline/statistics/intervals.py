@@ -1,4 +1,4 @@
-"""Computes means, spreads and intervals over seeds. pipeline/statistics/verdicts.py draws conclusions from them.
+"""Computes means, spreads and intervals over seeds.
 
 Models are compared as independent samples. With the same seed, models with different blocks share only the order of batches,
 and the measured correlations over seeds are negative as often as positive.
@@ -48,16 +48,16 @@ def summary_of(values: Values) -> Summary:
 
 
 def quantile(confidence: float, df: float) -> float:
-    """The quantile of Student's t for a two-sided interval of this confidence; NaN if df ≤ 0."""
+    """Returns the quantile of Student's t for a two-sided interval of this confidence, or NaN if df ≤ 0."""
     return float(stdtrit(df, (1 + confidence) / 2)) if df > 0 else math.nan
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Σ wᵢ · mean(sampleᵢ), with its standard error and Welch's (or the pooled) degrees of freedom.
+    """Σ wᵢ · mean(sampleᵢ), with its standard error and its degrees of freedom (Welch's or pooled).
 
     The standard error and the degrees of freedom are NaN if the spread is unknown. The spread is unknown if all samples are
-    constant. It is also unknown if a sample has only one value, unless all samples are assumed to have the same spread.
+    constant, or if a sample has only one value and the samples are not assumed to have the same spread.
     """
 
     value: float
@@ -68,14 +68,14 @@ class Estimate:
     def of_spreads(
         cls, value: float, weights: Sequence[float], variances: Sequence[float], sizes: Sequence[int]
     ) -> "Estimate":
-        """Welch's estimate, from the value of the contrast and the variances and sizes of the samples."""
+        """Returns Welch's estimate, from the value of the contrast and the variances and sizes of the samples."""
         each = [weight**2 * variance / size for weight, variance, size in zip(weights, variances, sizes, strict=True)]
         variance = sum(each)
         df = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
         return cls(value, math.sqrt(variance), df)
 
     def interval(self, confidence: float = CONFIDENCE) -> Interval:
-        """The t-interval of the estimate; (NaN, NaN) if the spread is unknown."""
+        """Returns the t-interval of the estimate, or (NaN, NaN) if the spread is unknown."""
         half = quantile(confidence, self.df) * self.standard_error
         return self.value - half, self.value + half
 
@@ -107,12 +107,11 @@ def t_interval(samples: Samples, weights: Sequence[float], confidence: float = C
 
 
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
-    """A `contrast` of mean accuracies, with a standard error for new runs on new images.
+    """Estimates a contrast of mean accuracies, with a standard error for new runs on new images.
 
-    All models see the same images. The contrast on each image, averaged over runs, is therefore one more sample. Welch's
-    standard error adds the variance of this sample to the variances over runs. The variance over images and each
-    variance over runs include the interaction of run and image. A bootstrap over runs and images adds the same variances,
-    but with five runs it underestimates them by a fifth, and it uses no quantile of t.
+    All models see the same images, so the contrast on each image, averaged over runs, is one more sample of Welch's
+    estimate. The variance over images and each variance over runs include the interaction of run and image. A bootstrap over
+    runs and images adds the same variances, but underestimates them by a fifth with five runs.
 
     Args:
         samples: an array (runs ≥ 2, images) for each model: 1 if the run classifies the image correctly, else 0.
@@ -126,18 +125,18 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 def one_more_run(values: Values) -> Interval:
     """Returns the prediction interval of one more run, mean ± t s √(1 + 1/n), if runs are normally distributed.
 
-    Returns (NaN, NaN) for a single value.
+    A single value gives (NaN, NaN).
     """
     low, high = t_interval([[0.0], values], (1, -1), equal_spread=True)
     return -high, -low
 
 
 def _mean(sample: Values) -> float:
-    """The mean, in plain Python: for a few values it is much faster than NumPy, and simulations call it often."""
+    """Returns the mean, in plain Python: NumPy is much slower for a few values, and simulations call this function often."""
     return sum(sample) / len(sample)
 
 
 def _squares(sample: Values) -> float:
-    """Σ (x − mean)²; exactly 0 for equal values, even if their mean is rounded."""
+    """Returns Σ (x − mean)², which is exactly 0 for equal values, even if their mean is rounded."""
     mean = _mean(sample)
     return sum([(value - mean) ** 2 for value in sample]) if len(set(sample)) > 1 else 0.0  # noqa: C419  a list is faster

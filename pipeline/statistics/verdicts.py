@@ -2,13 +2,10 @@
 
 A claim says that a number lies above or below a limit. The tests are one-sided at 5 %, and exact where possible:
 
-    a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
-                                    estimate is Hodges and Lehmann's: the median of all differences between a run of the
-                                    first and a run of the second model. The bounds are the differences at which the test's
-                                    decision changes. With five runs per model, they are the 5th smallest and the 5th
-                                    largest of 25 differences
-    a ratio of two models           the same test, on logarithms. A run that never reaches the target takes infinitely many
-                                    epochs; two infinite values tie
+    a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. Hodges and
+                                    Lehmann's estimate is the median of all differences between a run of the first and a run
+                                    of the second model. The bounds are the differences at which the decision changes
+    a ratio of two models           the same test, on logarithms
     a contrast of 3 or 4 models     Welch's t: with three to five runs per model, no rank test can decide
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
 
@@ -16,14 +13,12 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
     contradicted            the test of the opposite has p ≤ 5 %
     open, same direction    neither test has p ≤ 5 %; the estimate lies on the claim's side of the limit
     open, other direction   neither test has p ≤ 5 %; the estimate does not lie on the claim's side
-    not testable here       replaces "open" if the power of the test is below one half. The power is that at the paper's
-                            effect, with spreads that were declared before the runs
+    not testable here       replaces "open" if the test's power at the paper's effect is below one half, for spreads that
+                            were declared before the runs
     not trained             a model has no run
 
-A rank test ranks a failed run last, whatever its value. One failure therefore counts, but does not hide the other runs. A
-diverged run counts as a guess. A run fails to start if it diverges, or if its mean train loss at the first point in the
-second half of training is above log(classes) − 0.1. Tables show the number of runs that start, and the mean of these runs. A
-target loss is computed from the second model's runs that start. Verdicts on differences and contrasts use all runs.
+Verdicts use all runs. A rank test ranks a failed run last, whatever its value, so a failure counts but does not hide the
+other runs.
 """
 
 import functools
@@ -46,12 +41,10 @@ LEVEL = 0.05  # level of each one-sided test
 TWO_SIDED = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
 MARGIN_OF_A_START = 0.1  # a run starts if its train loss is at least this many nats below the loss of a guess
-SIMULATED = 10_000  # number of simulated experiments per estimate of power
+SIMULATED = 10_000  # number of simulated experiments from which a power is estimated
 TIE_DECIMALS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
-# Tolerance for comparing a p-value with LEVEL. If all three runs of one model exceed all three runs of another, p is exactly
-# 1/20.
-ROUNDING = 1e-12
-_WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # from best to worst
+ROUNDING = 1e-12  # tolerance of p ≤ LEVEL: if three runs of one model exceed three runs of another, p is exactly 1/20
+_WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # words, from best to worst
 
 
 @dataclass(frozen=True)
@@ -79,22 +72,19 @@ class Verdict:
 
     @property
     def bound(self) -> float:
-        """The one-sided 95 % bound. It lies on the claim's side of the limit if the claim is reproduced."""
+        """The one-sided 95 % bound, which lies on the claim's side of the limit if the claim is reproduced."""
         return self.low if self.side == "above" else self.high
 
     @property
     def here(self) -> str:
-        """The verdict in words for our own claims and those of other papers: confirmed, not confirmed or undecided."""
+        """The word for claims of our own and of other papers: confirmed, not confirmed, undecided or not trained."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
 def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "above", power: float = math.nan) -> Verdict:
     """Judges the claim that the difference of two models, first − second, lies "above" or "below" `limit`.
 
-    Args:
-        first: one value per independent run of the first model.
-        second: the same for the second model.
-        power: power of this test at the paper's effect, from `power_of_ranks`.
+    Each sample has one value per independent run. `power_of_ranks` computes `power`, the test's power at the paper's effect.
     """
     n = min(len(first), len(second))
     if n == 0:
@@ -153,7 +143,7 @@ def _verdict(
     side: str,
     power: float = math.nan,
 ) -> Verdict:
-    """Makes a verdict, with the word that follows from the p-values of both one-sided tests."""
+    """Returns the verdict that follows from the p-values of both one-sided tests."""
     other = "below" if side == "above" else "above"
     if p[side] <= LEVEL + ROUNDING:
         word = REPRODUCED
@@ -170,8 +160,10 @@ def _not_trained(limit: float, side: str) -> Verdict:
 
 
 def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
-    """The exact p-values for first > second ("above") and first < second ("below"). Equal values share their mean rank. We
-    do not use SciPy's test, because it would have to sample or enumerate all arrangements if there are ties."""
+    """Returns the exact p-values for first > second ("above") and first < second ("below"). Ties share their mean rank.
+
+    SciPy's test would have to sample or enumerate all arrangements if there are ties.
+    """
     doubled = np.rint(2 * rankdata([*first, *second])).astype(int)
     ways, own = _rank_sums(tuple(doubled.tolist()), len(first)), doubled[: len(first)].sum()
     return {"above": float(ways[own:].sum() / ways.sum()), "below": float(ways[: own + 1].sum() / ways.sum())}
@@ -188,8 +180,7 @@ def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
 
 
 def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, float]:
-    """Lower bound, median and upper bound of first − second. The difference of two infinite values counts as
-    0 in the median, as −∞ in the lower bound and as ∞ in the upper bound."""
+    """Returns the lower bound, median and upper bound of first − second, in which ∞ − ∞ counts as −∞, 0 and ∞."""
     with np.errstate(invalid="ignore"):
         differences = np.subtract.outer(first, second).ravel()
     is_tie, rank = np.isnan(differences), critical_rank(len(first), len(second))
@@ -203,18 +194,20 @@ def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, floa
 
 @functools.cache
 def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
-    """The largest k with P(U ≤ k − 1) ≤ level; 0 if there is none.
+    """Returns the largest k with P(U ≤ k − 1) ≤ level, or 0 if there is none.
 
     U is the number of pairs in which the first run is larger, for n and m runs from the same distribution.
     """
-    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # the index is U, the rank sum − its minimum
+    ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # the index is U, the rank sum minus its minimum
     return int((np.cumsum(ways) / ways.sum() <= level + ROUNDING).sum())
 
 
 @functools.cache
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
-    """The simulated power of the test of `judge`, for n and m normal runs with standard deviations `spreads`. The true
-    difference lies `distance` from the limit, on the claim's side."""
+    """Simulates the power of `judge`, for n and m normal runs with standard deviations `spreads`.
+
+    The true difference lies `distance` from the limit, on the claim's side.
+    """
     rng = np.random.default_rng(0)
     first = distance + spreads[0] * rng.standard_normal((SIMULATED, n, 1))
     second = spreads[1] * rng.standard_normal((SIMULATED, 1, m))
@@ -223,14 +216,17 @@ def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int
 
 
 def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequence[float], sizes: Sequence[int]) -> float:
-    """The power of `judge_contrast`, from the noncentral t distribution. The true contrast lies `distance` from the limit.
-    `spreads` holds each model's standard deviation, and `sizes` holds each model's number of runs."""
+    """Returns the power of `judge_contrast`, from the noncentral t distribution.
+
+    The true contrast lies `distance` from the limit. `spreads` and `sizes` hold each model's standard deviation and number
+    of runs.
+    """
     estimate = Estimate.of_spreads(0.0, weights, [spread**2 for spread in spreads], sizes)
     return float(1 - nctdtr(estimate.df, distance / estimate.standard_error, quantile(TWO_SIDED, estimate.df)))
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values, by name. Rejecting hypotheses with an adjusted p ≤ 5 % keeps the family-wise error ≤ 5 %."""
+    """Returns Holm's adjusted p-values, by name. Rejecting at adjusted p ≤ 5 % keeps the family-wise error ≤ 5 %."""
     adjusted, largest = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[name]))

@@ -20,17 +20,15 @@ from osa.vit import VisionTransformer
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the model of each of METHODS
 LAYER_IMAGES = 2  # images on which a layer is measured
-# The function φ₁ takes 20 to 60 matrix products. Each product has a typical error of √n · eps. A tolerance of 32 n · eps is
-# therefore sufficient.
-PRODUCTS_OF_PHI1 = 32
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
     """Returns 32 n · eps, a tolerance for the relative error of successive matrix products of inner dimension n = `length`.
 
-    One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5). A typical error is √n · eps.
+    One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically of √n · eps. The
+    function φ₁ takes 20 to 60 products.
     """
-    return PRODUCTS_OF_PHI1 * length * torch.finfo(dtype).eps
+    return 32 * length * torch.finfo(dtype).eps
 
 
 def norm(matrix: Tensor) -> Tensor:

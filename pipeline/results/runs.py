@@ -63,9 +63,13 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
             if run.files["watched"].exists():
                 watched.append(files.read_csv(run.files["watched"]).assign(**identity))
     none = pd.DataFrame(columns=[*IDENTITY, *HISTORY_COLUMNS])
-    tables = {"runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *PROVENANCE_COLUMNS])}
-    tables["histories"] = pd.concat(histories or [none])[none.columns]
-    return tables | ({"watched": pd.concat(watched)} if watched else {})
+    tables = {
+        "runs": pd.DataFrame(rows, columns=[*IDENTITY, "status", *FINALS, *PROVENANCE_COLUMNS]),
+        "histories": pd.concat(histories or [none])[none.columns],
+    }
+    if watched:
+        tables["watched"] = pd.concat(watched)
+    return tables
 
 
 def run_row(run: Run, config: RunConfig) -> dict:

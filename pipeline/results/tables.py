@@ -4,7 +4,6 @@ The tables stage lists the runs of params.yaml, and ignores other runs. A run wi
 """
 
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from pipeline.results.runs import FINALS, of_table_2
 from pipeline.statistics.intervals import summary_of
 from pipeline.training.run import CURVES, RUNS, TABLE_2, Run
 
-TABLES, METRICS = Path("paper_outputs/tables"), "test_accuracy"
+TABLES = Path("paper_outputs/tables")
 SUMMARISED = ("test_accuracy", "test_loss", "train_loss")
 RUN = ["variant", "seed"]
-STATUSES = ("finished", "diverged", "missing")
 RUN_RESULTS = [*FINALS, "calibration_error"]
 RUN_COLUMNS = ["status", "steps", "diverged_at_step", "num_parameters", *RUN_RESULTS]
 MEASURED = {
@@ -40,7 +38,10 @@ MEASURED = {
 def main() -> None:
     params = load()
     runs = find_runs(params)
-    tables = {name: evaluation_table(runs, name) for name in MEASURED} | tables_of_table_2(runs, params)
+    tables = {name: evaluation_table(runs, name) for name in MEASURED}
+    tables["runs"] = runs_table(runs)
+    tables["histories"] = read_histories(tables["runs"])
+    tables["summary"] = summarise_runs(tables["runs"], params)
     tables["curves"] = summarise_curves(tables["histories"])
     for curve in ("train_loss", "test_loss"):
         tables[curve] = one_column_per_variant(tables["curves"], curve, params.run.variants)
@@ -49,16 +50,10 @@ def main() -> None:
         write_table(TABLES / f"{name}.csv", table)
     written = {TABLES / f"{name}.csv" for name in tables}
     for variant, metrics in for_dvc_metrics(tables["summary"]).items():
-        written.add(path := TABLES / METRICS / f"{variant}.json")
+        written.add(path := TABLES / "test_accuracy" / f"{variant}.json")
         files.write_json(path, metrics)
     for stale in {*TABLES.rglob("*.csv"), *TABLES.rglob("*.json")} - written:
         stale.unlink()
-
-
-def tables_of_table_2(runs: Iterable[dict], params: Params) -> dict[str, pd.DataFrame]:
-    """Tables of the runs, of their curves, and of statistics over seeds."""
-    table = runs_table(runs)
-    return {"runs": table, "histories": read_histories(table), "summary": summarise_runs(table, params)}
 
 
 def find_runs(params: Params) -> list[dict]:
@@ -113,7 +108,7 @@ def as_table(name: str, value: Any) -> pd.DataFrame:
     return pd.DataFrame(value)
 
 
-def runs_table(runs: Iterable[dict]) -> pd.DataFrame:
+def runs_table(runs: list[dict]) -> pd.DataFrame:
     """Returns a row for each run, with test loss and accuracy from the evaluation, or NaN if the run did not finish."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
@@ -127,7 +122,7 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
     for variant in params.run.variants:
         group = runs[runs["variant"] == variant]
         count = group["status"].value_counts()
-        row = {"variant": variant} | {f"n_{status}": count.get(status, 0) for status in STATUSES}
+        row = {"variant": variant} | {f"n_{status}": count.get(status, 0) for status in ("finished", "diverged", "missing")}
         for quantity in SUMMARISED:
             summary = asdict(summary_of(group[quantity].dropna()))
             row |= {f"{quantity}_{name}": value for name, value in summary.items() if name != "n"}

@@ -14,7 +14,6 @@ from scipy.special import stdtrit
 
 CONFIDENCE = 0.95  # confidence level of the intervals in tables
 LEAST_RUNS = 3  # minimum number of runs for a prediction interval
-UNKNOWN = (math.nan, math.nan)  # standard error and degrees of freedom, if the spread is unknown
 Values = Sequence[float] | NDArray
 Samples = Sequence[Values]
 Interval = tuple[float, float]
@@ -61,8 +60,8 @@ class Estimate:
     """
 
     value: float
-    standard_error: float
-    df: float
+    standard_error: float = math.nan
+    df: float = math.nan
 
     @classmethod
     def of_spreads(
@@ -88,22 +87,17 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
     """
     sizes = [len(sample) for sample in samples]
     if 0 in sizes:
-        return Estimate(math.nan, *UNKNOWN)
+        return Estimate(math.nan)
     value = float(sum(weight * _mean(sample) for weight, sample in zip(weights, samples, strict=True)))
     squares = [_squares(sample) for sample in samples]
-    if min(sizes) < (1 if equal_spread else 2) or not any(squares):
-        return Estimate(value, *UNKNOWN)
+    if (1 in sizes and not equal_spread) or not any(squares):
+        return Estimate(value)
     if equal_spread:
         parts = [weight**2 / size for weight, size in zip(weights, sizes, strict=True)]
         df = sum(sizes) - len(sizes)
         return Estimate(value, math.sqrt(sum(parts) * sum(squares) / df), df)
     variances = [square / (size - 1) for square, size in zip(squares, sizes, strict=True)]
     return Estimate.of_spreads(value, weights, variances, sizes)
-
-
-def t_interval(samples: Samples, weights: Sequence[float], confidence: float = CONFIDENCE, **options) -> Interval:
-    """The t-interval of a `contrast`; (NaN, NaN) if the spread is unknown."""
-    return contrast(samples, weights, **options).interval(confidence)
 
 
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
@@ -119,7 +113,7 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
     on_images = sum(weight * sample.mean(axis=0) for weight, sample in zip(weights, samples, strict=True))  # (images,)
     variances = [float(sample.mean(axis=1).var(ddof=1)) for sample in samples] + [float(on_images.var(ddof=1))]
     value, sizes = float(on_images.mean()), [*map(len, samples), len(on_images)]
-    return Estimate.of_spreads(value, [*weights, 1.0], variances, sizes) if any(variances) else Estimate(value, *UNKNOWN)
+    return Estimate.of_spreads(value, [*weights, 1.0], variances, sizes) if any(variances) else Estimate(value)
 
 
 def one_more_run(values: Values) -> Interval:
@@ -127,7 +121,7 @@ def one_more_run(values: Values) -> Interval:
 
     A single value gives (NaN, NaN).
     """
-    low, high = t_interval([[0.0], values], (1, -1), equal_spread=True)
+    low, high = contrast([[0.0], values], (1, -1), equal_spread=True).interval()
     return -high, -low
 
 

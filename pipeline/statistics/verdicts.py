@@ -110,18 +110,15 @@ def judge_within(first: Values, second: Values, *, margin: float) -> Verdict:
     return replace(above, word=word, p=max(above.p, below.p), limit=margin, side="within")
 
 
-def judge_contrast(
-    samples: Samples, weights: Sequence[float], *, limit: float = 0.0, side: str = "above", power: float = math.nan
-) -> Verdict:
-    """Judges a claim on Σ wᵢ · mean(sampleᵢ), a contrast of several models or the mean of one sample, by Welch's t."""
+def judge_contrast(samples: Samples, weights: Sequence[float], *, power: float = math.nan) -> Verdict:
+    """Judges the claim that Σ wᵢ · mean(sampleᵢ), a contrast of several models, lies above 0, by Welch's t."""
     n = min(map(len, samples))
     if n == 0:
-        return _not_trained(limit, side)
+        return _not_trained(0.0, "above")
     estimate = contrast(samples, weights)
-    half = quantile(TWO_SIDED, estimate.df) * estimate.standard_error
-    t = (estimate.value - limit) / estimate.standard_error if estimate.standard_error > 0 else math.nan
+    t = estimate.value / estimate.standard_error if estimate.standard_error > 0 else math.nan
     p = {"above": float(stdtr(estimate.df, -t)), "below": float(stdtr(estimate.df, t))}
-    return _verdict(estimate.value, (estimate.value - half, estimate.value + half), p, n, limit, side, power)
+    return _verdict(estimate.value, estimate.interval(TWO_SIDED), p, n, 0.0, "above", power)
 
 
 def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "above") -> Verdict:

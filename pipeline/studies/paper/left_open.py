@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from pipeline.config import looks
 from pipeline.config.params import as_yaml
 from pipeline.statistics.claims import Results
-from pipeline.statistics.intervals import contrast, summary_of, t_interval
+from pipeline.statistics.intervals import contrast, summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 
@@ -47,8 +47,9 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
         ((section, values),) = training.set.items()
         ((option, value),) = values.items()
         samples = [own.accuracies(name), first.accuracies_of_starting(training.variant)]
-        low, high = t_interval(samples, (1, -1), equal_spread=True)
-        least, most = t_interval(samples, (1, -1), 1 - 0.05 / len(settings.runs), equal_spread=True)
+        change = contrast(samples, (1, -1), equal_spread=True)
+        low, high = change.interval()
+        least, most = change.interval(1 - 0.05 / len(settings.runs))
         rows.append(
             {
                 "name": name,
@@ -56,7 +57,7 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
                 "key": f"variants.{training.variant}.{option}" if section == "variant" else f"{section}.{option}",
                 "value": as_yaml(value),
                 "ours": summary_of(samples[0]),
-                "change": contrast(samples, (1, -1), equal_spread=True).value,
+                "change": change.value,
                 "low": low,
                 "high": high,
                 "matters": bool(least > MARGIN or most < -MARGIN),

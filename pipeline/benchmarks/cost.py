@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in order of time
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
     if any(event.name().startswith("osa::") for event in events):  # kernels hide their products from the profiler
-        with _one_thread(), _without_kernels(), profile(record_shapes=True) as profiler:
+        with _one_thread(), mock.patch.object(runtime, "KERNELS", {}), profile(record_shapes=True) as profiler:
             call()
         events = profiler.kineto_results.events()
     multiply_adds = sum(_multiply_adds(event.name(), event.shapes()) for event in events)
@@ -101,15 +102,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _without_kernels() -> Iterator[None]:
-    before, runtime.KERNELS = runtime.KERNELS, {}
-    try:
-        yield
-    finally:
-        runtime.KERNELS = before
 
 
 def _multiply_adds(name: str, shapes: Shapes) -> int:

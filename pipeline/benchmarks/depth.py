@@ -20,14 +20,12 @@ from pipeline.training.loop import configure_torch
 
 MODELS: tuple[str, ...] = ("osa_shaped", "osa_iso", "espa", "espa_iso", "uspa", "vskipinit", "softmax_shaped", "softmax_iso")
 MODELS += ("softmax_shaped_norm", "vit_noskip_ji", "vit_noskip_ji_nonorm", "vit", "vit_noskip_nonorm", "osa_exact")
-DEPTH = 36
-REFERENCE = "vit"
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("depth", __doc__)
-    parser.add_argument("--depth", type=int, default=DEPTH, help="blocks of every model")
+    parser.add_argument("--depth", type=int, default=36, help="blocks of every model")
     options = parser.parse_args(arguments)
     configure_torch()
     device, settings, paper = provenance.default_device(), params.load(), params.load_paper()
@@ -39,12 +37,15 @@ def main(arguments: list[str] | None = None) -> None:
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))
     samples = cost.sample_seconds(steps, options.repeats, SAMPLE_SECONDS, random.Random(SEED), device)
-    facts = {
-        "depth": options.depth,
-        "rounds": options.repeats,
-        "batch_size": paper.readings[params.FIRST_READING].train.batch_size,
-    }
-    measurements.write_measurements("depth", over_vit(samples), device, options, **facts)
+    measurements.write_measurements(
+        "depth",
+        over_vit(samples),
+        device,
+        options,
+        depth=options.depth,
+        rounds=options.repeats,
+        batch_size=paper.readings[params.FIRST_READING].train.batch_size,
+    )
 
 
 def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
@@ -55,7 +56,7 @@ def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
     low, high   10 % and 90 % quantiles of this ratio
     """
     seconds = pd.DataFrame(samples)
-    ratios = seconds.div(seconds[REFERENCE], axis=0)
+    ratios = seconds.div(seconds["vit"], axis=0)
     rows = [(model, seconds[model].median(), *measurements.quantiles(ratios[model]).values()) for model in samples]
     return pd.DataFrame(rows, columns=["model", "seconds", "over_vit", "low", "high"])
 

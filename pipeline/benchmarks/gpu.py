@@ -164,7 +164,7 @@ def attention_calls(tiny: bool) -> Rows:
             for row in timings(call, inputs, with_launches=True):
                 yield shape | {"norm": norm, "method": "exact"} | row
             if norm == NORMS[0] and (tiny or (batch, heads, tokens) in SHAPES[:2]):
-                with without_kernels():
+                with mock.patch.object(runtime, "KERNELS", {}):
                     for row in timings(call, inputs):
                         yield shape | {"norm": norm, "method": "exact, torch's products"} | row
         others: dict[str, Callable[..., Tensor]] = {"sdpa": F.scaled_dot_product_attention}
@@ -194,7 +194,7 @@ def split(tiny: bool) -> Rows:
             row = case(method, batch, heads, tokens, width, dtype)
             work = partial(differentiate, partial(osa.orthogonal_attention, scale=scale, method=method), inputs, inputs)
             yield row | {"by": "kernels", "seconds": median_seconds(work)}
-            with without_kernels():
+            with mock.patch.object(runtime, "KERNELS", {}):
                 yield row | {"by": "torch's products", "seconds": median_seconds(work)}
         work = partial(differentiate, F.scaled_dot_product_attention, inputs, inputs)
         yield case("sdpa", batch, heads, tokens, width, dtype) | {"by": "sdpa", "seconds": median_seconds(work)}
@@ -212,15 +212,6 @@ def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
     their gradients, as 4 copies do.
     """
     return tuple(x.clone() for _ in range(count))
-
-
-@contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    kernels, runtime.KERNELS = runtime.KERNELS, {}
-    try:
-        yield
-    finally:
-        runtime.KERNELS = kernels
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:

@@ -52,19 +52,15 @@ RESERVED = 1024  # bytes of shared memory that the driver adds to each program
 WIDTHS = (16, 32, 64, 128)  # d_v of the paper's heads, and common values
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
-METHODS = (
-    *short.METHODS,
-    *(f"long {method}" for method in long.METHODS),
-    "fused exact",
-    "parts exact",
-    "phi1",
-)
-BACKENDS: dict[str, Callable[[str], Any]] = {"": short.Short, "long": long.Long}
-BACKENDS |= {"fused": hopper.Hopper, "parts": hopper.Hopper}
+METHODS = (*short.METHODS, *(f"long {method}" for method in long.METHODS), "fused exact", "parts exact", "phi1")
+BACKENDS: dict[str, Callable[[str], Any]] = {
+    "": short.Short,
+    "long": long.Long,
+    "fused": hopper.Hopper,
+    "parts": hopper.Hopper,
+}
 MOST_ROWS = {"exact": 64}  # method → maximum number of tokens for which a program holds a basis in its registers
 MANY = 4096  # tokens of a long sequence
-# Number of multiprocessors, as of an H100, with which the launch code chooses the form "parts". Other forms get 1.
-MULTIPROCESSORS = {"parts": 132}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 REPORTED = {
@@ -148,8 +144,10 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
 
     Kernels for long sequences get `MANY` tokens, and kernels for short sequences as many as they take.
     """
-    found, (*form, method) = [], method.split()
-    multiprocessors = MULTIPROCESSORS.get("".join(form), 1)
+    found: list[Launch] = []
+    form, _, method = method.rpartition(" ")
+    # The launch code chooses the form "parts" if there are more multiprocessors than heads, as on an H100.
+    multiprocessors = 132 if form == "parts" else 1
     with (
         mock.patch.object(launch, "launch", lambda kernel, programs, *others: found.append((kernel, *others))),
         mock.patch.object(launch, "capability", return_value=architecture // 10),
@@ -163,7 +161,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             return found
         tokens = MANY if form else MOST_ROWS.get(method, short.MAX_TOKENS)
         query = torch.empty(2, 3, tokens, width, dtype=dtype, device="meta")
-        backend = BACKENDS["".join(form)](method)
+        backend = BACKENDS[form](method)
         if backend.forms(query, query, query):
             shapes = (2, 3, 1, 1), backend.saved_shape(query, query)
             scale, saved = (torch.empty(shape, device="meta") for shape in shapes)
@@ -172,7 +170,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
     # The form "fused" lists the stepped kernels, so "parts" leaves them out. A launch in both passes counts once.
-    if form == ["parts"]:
+    if form == "parts":
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
 

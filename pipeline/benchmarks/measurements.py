@@ -27,9 +27,10 @@ PEAK_SIZES = {256: 50, 512: 20, 2048: 3}
 
 def parser(script: str, about: str | None) -> argparse.ArgumentParser:
     """Returns a parser with the options of all scripts. Its help shows the first paragraph of `about`."""
-    shown, about = argparse.ArgumentDefaultsHelpFormatter, (about or "").split("\n\n")[0]
     parser = argparse.ArgumentParser(
-        prog=f"python -m pipeline benchmarks.{script}", description=about, formatter_class=shown
+        prog=f"python -m pipeline benchmarks.{script}",
+        description=(about or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--repeats", type=int, default=9, help="rounds, each of which times every call once")
     return parser

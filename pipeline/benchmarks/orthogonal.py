@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,17 +109,18 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
     vectors = (STD * torch.randn(n, n, generator=generator)).to(device)
     weight = stiefel_uniform(n, n, generator=generator).to(device)
 
-    def parametrised(register: Callable[..., nn.Module], name: str, change: Tensor) -> Layer:
+    def parametrised(register: Callable[[nn.Linear], nn.Module], change: Tensor) -> Layer:
         linear = nn.Linear(n, n, bias=False, device=device)
         linear.weight.data.copy_(weight)
-        built = register(linear, name).get_submodule("parametrizations.weight")
+        built = register(linear).get_submodule("parametrizations.weight")
         assert isinstance(built, ParametrizationList)
         return Layer(lambda x, parameters: F.linear(x, built[0](parameters)), built.original.detach() + change, free)
 
     found = {(DENSE, DENSE): Layer(F.linear, weight, n * n)}
-    found |= {(name, OURS): parametrised(orthogonal_, name, angles) for name in MAPS}
-    theirs = lambda linear, name: parametrizations.orthogonal(linear, orthogonal_map=name)  # noqa: E731
-    found |= {(name, TORCH): parametrised(theirs, of, vectors.tril(-1)) for name, of in TORCH_MAPS.items()}
+    found |= {(name, OURS): parametrised(partial(orthogonal_, name=name), angles) for name in MAPS}
+    for name, theirs in TORCH_MAPS.items():
+        register = partial(parametrizations.orthogonal, orthogonal_map=theirs)
+        found[name, TORCH] = parametrised(register, vectors.tril(-1))
     for name in MAPS:
         if name != "givens" or n <= LARGEST_GIVENS:
             found[name, POST] = Layer(getattr(post, name), vectors if name == "householder" else angles, free)
@@ -131,9 +133,11 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
     `last` holds n and the seconds of the last call with the same map, code, tokens and pass.
     """
     name, code, n, tokens, direction = key
+    if code == DENSE:
+        return True
     before = last.get(((name, code), tokens, direction))
-    if code == DENSE or before is None:
-        return code == DENSE or n == SMALLEST
+    if before is None:
+        return n == SMALLEST
     return before[0] * 2 == n and before[1] * 2**POWER <= MOST_SECONDS
 
 

@@ -55,7 +55,9 @@ def main(arguments: list[str] | None = None) -> None:
     device, settings = provenance.default_device(), params.load()
     with tempfile.TemporaryDirectory() as scratch:
         unpack(settings.data.source, Path(scratch))
-        steps, compile_seconds = prepare(models_timed(settings), settings, Path(scratch), options.compile, device)
+        table_2 = params.load_paper().table_2
+        models = [*(variant for variant in settings.run.variants if variant in table_2), EXACT]
+        steps, compile_seconds = prepare(models, settings, Path(scratch), options.compile, device)
         operations = count_operations(steps, device)
         a = torch.randn(PEAK_SIZE, PEAK_SIZE, device=device)
         calls: dict[Key, StepCall] = steps | {PEAK: lambda: a @ a}
@@ -67,11 +69,6 @@ def main(arguments: list[str] | None = None) -> None:
     table["tflops"] = table["seconds"].rdiv([operations[key] / 1e12 for key in samples])
     facts = {"batch_size": settings.train.batch_size, "peak": peak, "ratios": ratios(table, settings)}
     measurements.write_measurements("step", table, device, options, **facts)
-
-
-def models_timed(settings: Params) -> list[str]:
-    """Returns the models of Table 2 that `params.yaml` lists under run.variants, and `EXACT`."""
-    return [*(variant for variant in settings.run.variants if variant in params.load_paper().table_2), EXACT]
 
 
 def prepare(

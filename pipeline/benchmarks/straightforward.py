@@ -75,9 +75,6 @@ class OrthogonalAttention(nn.Module):
 class SoftmaxAttention(nn.MultiheadAttention):
     """torch's multi-head attention, called as torchvision's encoder calls it."""
 
-    def __init__(self, embed_dim: int, num_heads: int) -> None:
-        super().__init__(embed_dim, num_heads, batch_first=True)
-
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, x, x, need_weights=False)[0]
 
@@ -121,7 +118,7 @@ def build(config: RunConfig) -> VisionTransformer:
         return vit
     for i in range(model.depth):
         if variant.attention == "softmax":
-            attention: nn.Module = SoftmaxAttention(model.embed_dim, model.num_heads)
+            attention: nn.Module = SoftmaxAttention(model.embed_dim, model.num_heads, batch_first=True)
         else:
             attention = OrthogonalAttention(model.embed_dim, model.num_heads, variant.num_iterations)
         vit.encoder.layers[i] = Block(attention, model.embed_dim, hidden_dim, skip=variant.skip, norm=variant.norm)

@@ -91,7 +91,8 @@ def head_weights(layer: SelfAttention) -> list[tuple[Tensor, Tensor, Tensor, Ten
     """W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of each head, in the paper's orientation."""
     width = layer.embed_dim // layer.num_heads
     heads = []
-    for rows in (slice(i * width, (i + 1) * width) for i in range(layer.num_heads)):
+    for i in range(layer.num_heads):
+        rows = slice(i * width, (i + 1) * width)
         query, key, value = (linear.weight[rows].mT for linear in (layer.query, layer.key, layer.value))
         heads.append((query, key, value, layer.out.weight[:, rows].mT))
     return heads

@@ -75,9 +75,7 @@ class Results:
 
     def starting(self, name: str) -> list[int]:
         """Returns the seeds of the runs that start (see `starts`)."""
-        finished = set(self.runs_of(name, "finished")["seed"])
-        curves = {int(curve["seed"].iloc[0]): curve for curve in self.curves(name)}
-        return [seed for seed, curve in curves.items() if seed in finished and starts(curve, self.guess_loss)]
+        return [int(curve["seed"].iloc[0]) for curve in self.curves_of_starting(name)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
         """Returns the test accuracies of the runs that start, in per cent."""
@@ -85,8 +83,9 @@ class Results:
         return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
 
     def curves_of_starting(self, name: str) -> list[pd.DataFrame]:
-        seeds = self.starting(name)
-        return [curve for curve in self.curves(name) if curve["seed"].iloc[0] in seeds]
+        finished = set(self.runs_of(name, "finished")["seed"])
+        curves = (curve for curve in self.curves(name) if curve["seed"].iloc[0] in finished)
+        return [curve for curve in curves if starts(curve, self.guess_loss)]
 
     def last_watched(self, name: str, column: str) -> list[float]:
         """Returns the last value of a column of watched.csv for each finished run, averaged over layers."""

@@ -1,7 +1,8 @@
 """Resources of the kernels in osa/kernels: `python -m pipeline benchmarks.kernels`. It needs Triton but no GPU.
 
-The script compiles each kernel for each architecture, and writes paper_outputs/benchmarks/kernels.csv. It compiles a kernel
-again only if the compiler's input has changed, and warns if the kernel then takes more resources.
+The script compiles each kernel for each architecture, and writes a row with these columns to
+paper_outputs/benchmarks/kernels.csv. It compiles a kernel again only if the compiler's input has changed, and warns if the
+kernel then takes more resources.
 
 registers            number of registers per thread
 spilled_bytes        number of bytes that a thread spills, the sum of stores and loads

@@ -2,17 +2,6 @@
 
 We call these folders wings. The file of a study defines `STUDY = Study(...)`. The file's name is also the name of the
 study's section in params.yaml, its stage in dvc.yaml, its template, and its folder under paper_outputs/studies.
-
-These names mean the same in the files of all studies:
-
-    Settings, measure, summarise, ...   fill the fields of `Study` with the same names
-    draw                                draws the only figure of the study
-    MODELS, METHODS, SIZES, DTYPES      list what the study measures
-    OSA                                 lists the orthogonal models
-    BASELINES, REFERENCE                name the models to compare with
-    CLAIM, CLAIMS                       name the claims that the study judges; CLAIMS_FILE of its wing states the claims
-    TOLERANCE                           is the maximum error that a check allows
-    DRAWN, COLOURS, DASHES              describe the lines of a figure
 """
 
 from __future__ import annotations
@@ -48,8 +37,8 @@ class Study:
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that the study's template shows.
         figures: maps the name of each figure to the function of (settings, tables, lab) that draws the figure.
         trainings: (settings, lab) → requests of runs, which `python -m pipeline fan_out` trains.
-        read: (settings, lab) → tables of the runs in `trainings`, read from the runs' folders. This function writes no file.
-        watch: (training) → rows of numbers. A run calls it at every point of its curves, and writes the rows to watched.csv.
+        read: (settings, lab) → tables of the runs in `trainings`, read from the runs' folders.
+        watch: (training) → rows of numbers, which a run writes to watched.csv at every point of its curves.
     """
 
     summarise: Callable[..., dict[str, Any]]
@@ -62,7 +51,7 @@ class Study:
 
 
 def names(wing: str | None = None) -> list[str]:
-    """Returns the names of all studies, or of the studies in the folder `wing`, in alphabetical order. Imports no study."""
+    """Returns the names of all studies, or of the studies in the folder `wing`, in alphabetical order."""
     return sorted(name for name, of_wing in _wings().items() if wing in (None, of_wing))
 
 
@@ -85,7 +74,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Any:
-    """Returns a study's settings from the params.yaml in the study's folder. Returns None if the study has no settings.
+    """Returns the settings of a study from the params.yaml in its folder, or None if the study has no settings.
 
     Raises:
         UserError: the section is missing or does not match the schema.
@@ -101,20 +90,14 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """Returns the reading that a study's section names: a key of `readings` in pipeline/paper.yaml.
-
-    The default is the first reading.
-    """
+    """Returns the reading that a study follows: a key of `readings` in pipeline/paper.yaml."""
     return getattr(settings(name), "reading", FIRST_READING)
 
 
 def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:
     """Checks whether a number lies below a limit, or above the limit if `side` is "above". The check fails for NaN.
 
-    Returns:
-        value, limit, side   the arguments
-        share                the share of the limit that is used up: value / limit, or limit / value if `side` is "above"
-        holds                whether the number lies on this side of the limit
+    The result's `share` is value / limit, or limit / value if `side` is "above".
     """
     holds = value < limit if side == "below" else value > limit
     used = (value, limit) if side == "below" else (limit, value)

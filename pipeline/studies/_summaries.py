@@ -1,4 +1,4 @@
-"""Functions for summaries: the worst case of a check, the exponent of a power law, and the trained layers of Table 2."""
+"""Functions that the summaries of several studies share."""
 
 import numpy as np
 import pandas as pd
@@ -10,22 +10,19 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """Returns the `check` of the value with the maximum ratio value / limit. A ratio that is NaN counts as the maximum."""
+    """Returns the `check` of the value with the maximum ratio value / limit. NaN counts as the maximum."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
-    worst = np.argmax(values / limits)  # argmax returns the first NaN if there is one
+    worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))
 
 
 def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
-    """Returns the exponent p of a power law y ∝ xᵖ. It is the least-squares slope of log y over log x."""
+    """Returns the least-squares slope of log y over log x: the exponent p of a power law y ∝ xᵖ."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
 def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
-    """Returns the columns variant, seed and `columns` of the table `layers`, without rows that lack a value.
-
-    The result can be empty.
-    """
+    """Returns the columns variant, seed and `columns` of the table `layers`, without rows that lack a value."""
     table = lab.tables.get("layers", pd.DataFrame())
     return table.reindex(columns=["variant", "seed", *columns]).dropna()
 

@@ -1,7 +1,7 @@
 """Common parts of the studies that train a list of runs and compare them.
 
 A study's section in params.yaml lists the study's runs, and names the reading of the paper's recipe that the runs follow.
-Each entry of the list has a name and stands for one run per seed. Tables, claims and templates use this name for the runs:
+Each entry of the list has a name and stands for one run per seed:
 
     reading: first
     runs:
@@ -36,7 +36,7 @@ class Settings(Section):
     runs: dict[Name, ListedRuns]
 
     def requests(self) -> Iterator[tuple[str, Request]]:
-        """Yields the name and request of each run, in the order of the list."""
+        """Yields the name and the request of each run."""
         for name, training in self.runs.items():
             for seed in training.seeds:
                 yield name, (training.variant, training.set, seed)
@@ -52,12 +52,12 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the listed runs. The column `name` has a run's name in the list."""
+    """Returns the tables of the listed runs. The column `name` has the name of a run in the list."""
     return tables_of_requests(settings.requests(), lab)
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Returns the tables of the requested runs. `requests` holds pairs (name, request). The column `name` has the name."""
+    """Returns the tables of the runs in pairs (name, request). The column `name` has the name."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests
@@ -81,19 +81,12 @@ def first_reading(lab: Lab) -> Tables:
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Summarises the runs called `name`.
+    """Summarises the runs called `name`. A run succeeds if it ends with a train loss below half the loss of a guess.
 
-    A run succeeds if it finishes with a last train loss below half the loss of a guess. All other existing runs fail.
-
-    Returns:
-        n               number of existing runs
-        trained         number of successful runs
-        missing         number of runs that do not exist yet
-        loss            summary of the last train losses of successful runs
-        accuracy        summary of the test accuracies (%) of successful runs
-        failed_losses   last train losses of failed runs, with None for a run that diverged
-
-    `loss` and `accuracy` leave out failed runs: a mean over all runs would describe neither success nor failure.
+    n, trained, missing   number of existing runs, of successful runs, and of runs that do not exist yet
+    loss, accuracy        last train loss and test accuracy (%) of successful runs. A mean over all runs would describe
+                          neither success nor failure.
+    failed_losses         last train loss of each failed run, NaN for a run that diverged
     """
     runs = results.runs_of(name)
     is_trained = ((runs["status"] == "finished") & runs["train_loss"].map(trains)).astype(bool)

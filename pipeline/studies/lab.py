@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Lab:
-    """Builds the configurations, models and trainings of a study, and reads its images and tables.
+    """The lab of one study.
 
     Models and trainings follow a reading in pipeline/paper.yaml. From params.yaml they take only the choice of images.
     """
@@ -45,13 +45,12 @@ class Lab:
         return other
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the result of `make()`. The result is computed once per name and shared with the labs of other studies."""
+        """Returns the result of `make()`, which is computed once per name for the labs of all studies."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
     def label(self, variant: str) -> str:
-        """Returns the label of a variant."""
         return self.params.label(variant)
 
     def config(self, variant: str, overrides: Overrides | None = None) -> RunConfig:
@@ -68,11 +67,10 @@ class Lab:
         return Training(config, seed, provenance.default_device())
 
     def generator(self, seed: int, name: str) -> Generator:
-        """Returns the random generator of this seed and name."""
         return random_stream(seed, name)
 
     def normal(self, seed: int, name: str, *shape: int) -> Tensor:
-        """Returns float64 standard normal numbers from the generator of this seed and name."""
+        """Returns float64 standard normal numbers."""
         return torch.randn(shape, generator=self.generator(seed, name), dtype=torch.float64)
 
     @functools.cache  # noqa: B019  a lab lives as long as its process
@@ -87,21 +85,16 @@ class Lab:
 
     @functools.cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Returns the tables that the stage `tables` has written, by name.
-
-        Their names are runs, summary, curves, histories, layers, per_class, confusion and mistakes.
-        """
+        """Returns the tables that the stage `tables` has written, by name."""
         return {path.stem: files.read_csv(path) for path in sorted(TABLES.glob("*.csv"))}
 
 
 def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
-    """Runs a training's first steps as in the whole training, and yields a row for each step.
+    """Runs a training's first steps and yields a row for each step. Stops after a loss that is not finite.
 
     step       the number of the step, from 0
     loss       the loss on the step's minibatch, before the step
     gradient   ‖∂loss/∂θ‖₂ over all parameters, before clipping
-
-    Stops after a loss that is not finite.
     """
     norms: list[Tensor] = []
     training.with_graph = False  # a replay of a CUDA graph would not run the hooks
@@ -117,11 +110,10 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
 
 @torch.no_grad()
 def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
-    """Returns the orthogonal models' attention layers at the start of a training with this seed, in float64.
+    """Returns a triple for each attention layer of the orthogonal models, initialised with this seed, in float64.
 
-    Returns:
-        For each layer: the key {"source": variant, "layer": number from 1}, the module, and the input of the module for
-            the first `LAYER_IMAGES` test images, (images, N, d).
+    A triple has the key {"source": variant, "layer": number from 1}, the module, and the module's input for the first
+    `LAYER_IMAGES` test images, (images, N, d).
     """
     layers: list[tuple[dict, OrthogonalSelfAttention, Tensor]] = []
     for variant in ORTHOGONAL:
@@ -136,7 +128,7 @@ def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAt
 
 @contextmanager
 def default_dtype(dtype: torch.dtype):
-    """A context in which the parameters of new modules have the dtype `dtype`."""
+    """A context in which the parameters of new modules have this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

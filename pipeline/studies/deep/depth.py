@@ -1,8 +1,8 @@
 """Depth: which model trains at which depth without skips and LN, and what stops the others?
 
 We repeat Section 4 of He et al. 2023 with OSA added. They train language models of width 1,024 on WikiText-103; we train
-ViTs of width 64 on MNIST. pipeline/studies/deep/params.yaml lists the runs. All models of one depth train for the same
-number of epochs. We chose the learning rates by the study `rates`.
+ViTs of width 64 on MNIST. All models of one depth train for the same number of epochs, at learning rates from the study
+`rates`.
 """
 
 from pathlib import Path
@@ -36,14 +36,14 @@ MLP_DRAWS = {  # name of a run of OSA → how the initial weights of its MLPs ar
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
-SHALLOW = 36  # models of up to this many blocks train for two epochs; deeper models train for one epoch
-HIGHEST = 30.0  # the figure draws larger train losses at this value
-IMAGES = 8  # number of test images whose tokens `watch` measures
+SHALLOW = 36  # blocks; deeper models train for one epoch instead of two, and have their own panel
+HIGHEST = 30.0  # the figure clips train losses at this value
+IMAGES = 8  # test images that `watch` uses
 
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Returns a row for the middle block and a row for the last block. A row describes the block's output by `of_tokens`.
+    """Returns `of_tokens` of the middle block and of the last block.
 
     A block has no row if some entries of its output are not finite.
     """
@@ -76,11 +76,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 def tokens(watched: pd.DataFrame) -> list[dict]:
     """Returns a row for each model. The row describes the tokens after the last block.
 
-    n        number of runs
-    cosine   mean cosine of two tokens
-    rank     effective rank of the tokens
-
-    `cosine` and `rank` are pairs of means over runs: the mean before training, and the mean after training.
+    n              number of runs
+    cosine, rank   mean cosine of two tokens and effective rank, as means over runs [before, after training]
     """
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
@@ -95,23 +92,14 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 
 
 def step_times(path: Path) -> dict:
-    """Returns numbers from a table that pipeline/benchmarks/depth.py has written.
-
-    machine    name of the machine
-    depth      number of blocks of every model
-    over_vit   for each model, the time of a training step divided by the time of ViT's step
-    """
+    """Returns each model's time of a step divided by ViT's, from a table of pipeline/benchmarks/depth.py."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     over_vit = table.set_index("model")["over_vit"]
     return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA. One panel shows models of up to `SHALLOW` blocks, the other panel shows deeper models.
-
-    A run succeeds if its last train loss is below half the loss of a guess. All other runs fail. For each model, one line is
-    the mean of the successful runs, and one line is the mean of the failed runs.
-    """
+    """Draws the train loss of OSA. For each model, one line is the mean of successful runs, and one of failed runs."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, draws in MLP_DRAWS.items():
         depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0

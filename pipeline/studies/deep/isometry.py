@@ -5,8 +5,6 @@ We stack shaped MLPs without attention. The two layers of an MLP are drawn indep
 Beta(d/2, (H − d)/2) variable. After L MLPs
 
     Var log |x|² ≈ 2 (1 − d/H) L/d.
-
-We also measure the first gradient of OSA on a few images, with independent MLPs and with isometric MLPs.
 """
 
 import itertools
@@ -34,7 +32,7 @@ from pipeline.studies.lab import Lab, default_dtype
 
 DRAWS = ("suo", "isometric")
 HIDDEN_RATIO = 4  # H/d
-TAILS = (0.05, 0.95)  # the quantiles of |x|²/d over tokens that we report
+TAILS = (0.05, 0.95)  # quantiles of |x|²/d over tokens
 
 
 class Settings(Section):
@@ -54,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each network. The tokens have |x|²/d = 1 before the first MLP. The row describes the output x.
+    """Yields a row for each network. The network's input has |x|²/d = 1, and the row describes the output x.
 
     log_mean, log_std   mean and standard deviation of log |x|²/d over tokens
     q_low, q_high       the quantiles `TAILS` of |x|²/d over tokens
@@ -73,7 +71,7 @@ def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequential:
-    """Returns a stack of `depth` MLPs with d = `width`. Their activation is DKS's GELU for this depth."""
+    """Returns `depth` MLPs with d = `width` and DKS's GELU for this depth."""
     activation = dks_gelu(depth)
     with default_dtype(torch.float64):
         blocks = [MLP(width, HIDDEN_RATIO * width, activation) for _ in range(depth)]
@@ -109,7 +107,7 @@ def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
     for model, depth, seed in itertools.product(settings.models, settings.gradient_depths, settings.gradient_seeds):
         config = lab.config(model, {"model": {"depth": depth}})
         images, labels = (part[: settings.images] for part in lab.images(config.data.pixel_scaling))
-        network = lab.model(config, seed).double()  # weights as at the start of a training
+        network = lab.model(config, seed).double()
         x = nn.Sequential(*network.blocks)(network.tokens(images))  # (images, N, d)
         cross_entropy(network.head(network.norm(x[:, 0])), labels).backward()
         q = x.detach().square().mean(-1)  # (images, N)
@@ -124,7 +122,7 @@ def spreads(table: pd.DataFrame) -> pd.Series:
 
 
 def predicted(width: int, depth: int) -> float:
-    """Returns the standard deviation of log |x|² that we predict for linear MLPs with independent draws."""
+    """Returns the standard deviation of log |x|² that we predict for independent linear MLPs."""
     return math.sqrt(2 * (1 - 1 / HIDDEN_RATIO) * depth / width)
 
 
@@ -157,10 +155,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the standard deviation of log |x|² over depth: a line per kind of draw, for the three largest widths.
-
-    Dashed lines are the predictions for independent linear MLPs.
-    """
+    """Draws the standard deviation of log |x|² over depth for the three largest widths. Dashed lines show `predicted`."""
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):

@@ -2,9 +2,8 @@
 He et al. 2023.)
 
 Without MLPs and in the limit of wide networks, an attention layer maps Σ to A Σ Aᵀ. We compute this map in float64 and
-train nothing. We compare the signal-preserving attention and Value-SkipInit of He et al., softmax with ALiBi in the usual
-arrangements of norms and skips, and orthogonal attention. For orthogonal attention we compute X itself, because A depends
-on X. At the end we measure the attention layers of real models, which have several heads.
+train nothing. For orthogonal attention we compute X itself, because A depends on X. At the end we measure the attention
+layers of real models, which have several heads.
 """
 
 import itertools
@@ -38,7 +37,7 @@ from pipeline.studies.lab import Lab
 
 ROWS: tuple[str, ...] = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # as in Figure 7
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # row → (label in the figure, model whose colour and style the line has)
+LINES = {  # row → (label, model whose colour and style the line has)
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -46,12 +45,11 @@ LINES = {  # row → (label in the figure, model whose colour and style the line
     "espa": ("E-SPA", "espa"),
     "osa": ("OSA", "osa_exact"),
 }
-COLLAPSED = 0.99  # tokens have collapsed to one direction if their mean cosine is above this
-COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse to one direction, as in Figures 1 and 7
-TOLERANCE = 1e-10  # maximum error of an identity after L products of matrices with condition numbers up to 1e4
-# Maximum |q − 1| after all blocks of E-SPA with normalised skips, where q is the mean of diag Σ. The schedule keeps q = 1
-# only approximately.
-NORM_TOLERANCE = 0.1
+COLLAPSED = 0.99  # mean cosine of tokens that have collapsed to one direction
+COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse, as in Figures 1 and 7
+TOLERANCE = 1e-10  # maximum error after L products of matrices with condition numbers up to 1e4
+# q is the mean of diag Σ after all blocks. With normalised skips, E-SPA keeps q = 1 only approximately.
+NORM_TOLERANCE = 0.1  # maximum |q − 1|
 # In Figure 6, we expect |q − 1| < CORRECTED with the correction for repeated tokens, and q > UNCORRECTED without it.
 CORRECTED, UNCORRECTED = 0.2, 2.0
 FIGURE_6 = (36, 0.02, 20)  # number of blocks, γ_L, and number of types of tokens (1/r)
@@ -80,15 +78,6 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Returns six tables.
-
-    kernels     the `summary` of the kernel for each row of `ROWS`, each seed and each depth
-    spectra     for each seed, the maximum over depths of `spectrum_change` for orthogonal attention
-    schedules   the rows of the function `schedules`
-    skips       the rows of the function `skips`
-    diagonals   the rows of the function `diagonals`
-    layers      the rows of `layer_rows`
-    """
     kernels, spectra = [], []
     for seed in settings.seeds:
         first = repeated_tokens(settings.tokens, settings.types, lab, seed)
@@ -112,29 +101,19 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Returns Σ_0 of tokens of random types, for types with orthogonal embeddings (Appendix B).
-
-    An entry is 1 if its two tokens have the same type. Otherwise it is 0.
-    """
+    """Returns Σ_0 of tokens of random types with orthogonal embeddings (Appendix B): 1 for tokens of one type, else 0."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
 
 def cosines(kernel: Tensor) -> Tensor:
-    """Returns C = diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens. C is the kernel of normalised tokens."""
+    """Returns diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, and the kernel of normalised tokens."""
     scale = kernel.diagonal().rsqrt()
     return kernel * scale * scale[:, None]
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
-    """Returns numbers that describe a kernel Σ. C is the matrix of its `cosines`.
-
-    cosine           mean cosine of all pairs of different tokens
-    near             mean cosine of neighbours
-    far              mean cosine of tokens N/2 apart
-    effective_rank   effective rank of C
-    q, q_std         mean and standard deviation of diag Σ
-    """
+    """Returns numbers that describe a kernel Σ and the cosines of its tokens."""
     c, q = cosines(kernel), kernel.diagonal()
     near, far = 1, len(c) // 2
     return {
@@ -156,7 +135,7 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
-    """Returns a function for each arrangement of softmax attention, norms and skips. The function maps Σ through one block.
+    """Returns the map of Σ through one block, for each arrangement of softmax attention, norms and skips.
 
     `matrices` (heads, N, N) are the attention matrices of the heads. All heads have the same width.
     """
@@ -179,7 +158,6 @@ def attending(matrices: Iterable[Tensor]) -> list[KernelMap]:
 
 
 def attended(matrix: Tensor, kernel: Tensor) -> Tensor:
-    """Returns A Σ Aᵀ."""
     return matrix @ kernel @ matrix.mT
 
 
@@ -191,7 +169,7 @@ def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
 
 
 def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, Iterator[Tensor]]:
-    """Returns an iterator for each of `ROWS`. The iterator yields the kernel after each block."""
+    """Returns, for each of `ROWS`, an iterator over the kernels after each block."""
     n, depth = settings.tokens, settings.depths[-1]
     steps = softmax_rows(alibi(n, settings.heads), settings.shortcut) | {"vskipinit": lambda kernel: kernel}
     made = {name: through(first, [step] * depth) for name, step in steps.items()}
@@ -208,8 +186,8 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
     """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
 
-    `kernel` is Σ_0. X_0 is √d times the symmetric root of Σ_0, because this root is unique. If eigenvalues repeat,
-    a root from eigenvectors depends on the choice of eigenvectors, which differs between machines.
+    X_0 is √d times the symmetric root of Σ_0 = `kernel`. Since Σ_0 has repeated eigenvalues, a root from eigenvectors
+    would differ between machines.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
@@ -256,10 +234,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields the `summary` of the kernel after all blocks of E-SPA with normalised skips, for Σ_0 = I.
-
-    Each depth has a row with the schedule of Eq. 26, and a row with the schedule of Eq. 25.
-    """
+    """Yields the `summary` of the kernel after E-SPA with normalised skips, by Eq. 26 and by Eq. 25, for Σ_0 = I."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -286,10 +261,7 @@ def eq_25(before: float, after: float) -> float:
 
 
 def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the numbers of Figure 6, for one sequence per seed, with and without the correction for repeated tokens.
-
-    q, q_std   mean and standard deviation of diag Σ_l after block l
-    """
+    """Yields mean and standard deviation of diag Σ_l in Figure 6, with and without the correction for repeated tokens."""
     n, (depth, gamma, types) = settings.tokens, FIGURE_6
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0
@@ -304,7 +276,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each of `LAYERS` and each depth. A row describes a model's attention layers, applied without MLPs.
+    """Yields rows for the attention layers of real models, applied without MLPs.
 
     trace_change   relative change of tr X Xᵀ from the first layer's input to the last layer's output, maximum over images
     """
@@ -343,7 +315,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the mean cosine of two tokens over the number of blocks."""
     kernels = tables["kernels"].groupby(["row", "depth"], sort=False)["cosine"].mean()
     figure, (axes,) = charts.panels(1, 3.2)
     for row, (label, model) in LINES.items():

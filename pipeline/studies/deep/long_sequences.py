@@ -5,8 +5,8 @@ the initial α should change with N. With ‖W̃‖₂ = 1 (Theorem 4.2), a head
 
     ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂².
 
-For N tokens with mean square q, ‖X‖_F² = N d q. The rank of X is at most d, so N q ≤ ‖X‖₂² ≤ N d q. For tokens of a given
-size, both bounds therefore grow in proportion to N. An initial α ∝ 1/N keeps both bounds constant.
+N tokens with mean square q have N q ≤ ‖X‖₂² ≤ N d q, since the rank of X is at most d. An initial α ∝ 1/N therefore keeps
+both bounds constant.
 """
 
 import itertools
@@ -33,7 +33,7 @@ NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂,
 
 
 class Settings(comparison.Settings):
-    patches: list[PositiveInt]  # sides, in pixels, of the patches with which we measure models at initialisation
+    patches: list[PositiveInt]  # sides of patches in pixels, for models at initialisation
     initial_seeds: Seeds
     images: PositiveInt = 1
     power_iterations: PositiveInt = 20  # 20 iterations are enough for an error of 1 % in ‖J₁‖₂
@@ -44,10 +44,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block for each patch size, case and seed.
-
-    The numbers are means over images and heads.
-    """
+    """Yields ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block, as means over images and heads."""
     for patch, case, seed in itertools.product(settings.patches, CASES, settings.initial_seeds):
         variant = {"normalise_tokens": case != "paper"}
         config = lab.config(OSA, {"variant": variant, "model": {"patch_size": patch}})
@@ -77,8 +74,10 @@ def stacked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor, iterations: int) -> float:
-    """Returns ‖J₁‖₂ of one head at x (N, d), by power iteration. J₁ is the derivative of A[X] X W^V W^O through A alone
-    (Theorem 4.1)."""
+    """Returns ‖J₁‖₂ of one head at x (N, d), by power iteration.
+
+    J₁ is the derivative of A[X] X W^V W^O through A alone (Theorem 4.1).
+    """
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 
@@ -114,7 +113,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws ‖S‖₂ and ‖J₁‖₂ of the first block over the number of tokens."""
     figure, panels = charts.panels(2, 3.2)
     sizes = tables["initial"].groupby(["case", "tokens"], sort=False)[list(NORM_COLUMNS)].mean()
     labels = {"paper": "the paper’s tokens", "normalised": "tokens ÷ RMS", "following": "tokens ÷ RMS, α ∝ 1/N"}

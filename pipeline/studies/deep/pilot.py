@@ -15,9 +15,9 @@ from pipeline.studies.lab import Lab, first_steps
 
 class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
-    # Each window is a pair (first step, last step). We average the loss over each window.
+    # Each window is a pair (first step, last step).
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    last: PositiveInt  # number of steps at the end of the training over which we also average the loss
+    last: PositiveInt  # number of steps in a further window, at the end
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -30,10 +30,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each training, with its settings, the norm of its first gradient, and its mean losses.
+    """Returns a row for each training, with the mean loss over each window and over the last steps.
 
-    A row has a mean loss for each window, and a mean loss for the last steps. A mean loss is NaN if the training diverges
-    before the end of these steps.
+    A mean loss is NaN if the training diverges before the end of these steps.
     """
     rows = []
     for name, (variant, overrides, seed) in settings.requests():

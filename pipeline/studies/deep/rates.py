@@ -15,16 +15,16 @@ from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
-OSA = "osa_shaped"  # the model for which we also search α L, at the best learning rate
-ALPHA_TIMES_DEPTH = 0.36  # value of α L in the search for the learning rate
-LEARNS = 0.01  # a model learns if its lowest loss is below the loss of a guess by more than this
+OSA = "osa_shaped"  # the model for which we also search α L
+ALPHA_TIMES_DEPTH = 0.36  # α L in the search for the learning rate
+LEARNS = 0.01  # a model learns if its lowest loss is this far below the loss of a guess
 
 
 class Search(Section):
     depth: PositiveInt
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     steps: PositiveInt  # steps of each training
-    last: PositiveInt  # the loss of a training is the mean over this many last steps
+    last: PositiveInt  # the loss is the mean over this many last steps
 
 
 class Settings(Section):
@@ -56,10 +56,7 @@ def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
 
 
 def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
-    """Returns the row of one short training.
-
-    `loss` is the mean over the last steps. It is not finite if the training diverged.
-    """
+    """Trains a model and returns its row. The loss is not finite if the training diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}
@@ -74,10 +71,7 @@ def loss_of(row: dict) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Lists the trainings of each model at each depth, in ascending order of loss.
-
-    `learns` says whether the lowest loss is below the loss of a guess by more than `LEARNS`.
-    """
+    """Lists the trainings of each model at each depth, in ascending order of loss."""
     searches = []
     for search in settings.searches:
         own, models = tables["trainings"], []

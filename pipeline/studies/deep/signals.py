@@ -46,11 +46,11 @@ MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
 # The attention of these models keeps ‖X‖_F or X Xᵀ, or changes X Xᵀ/d to a given kernel Σ_L.
 PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
-BAND = (0.05, 0.95)  # the quantiles of a token's mean square that we report
+BAND = (0.05, 0.95)  # quantiles of a token's mean square
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix is singular in float64 if its κ is at least this
 TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
-GRADIENT_RATIO = 2.0  # we look for the α that raises the first block's gradient by this factor
-LEAST_ALPHA = 1e-3  # attention has practically no effect if α L ‖X‖₂²/√d_v has this value
+GRADIENT_RATIO = 2.0  # factor by which the α that we seek raises the first block's gradient
+LEAST_ALPHA = 1e-3  # value of α L ‖X‖₂²/√d_v at which attention has practically no effect
 
 
 class Settings(Section):
@@ -64,13 +64,6 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Returns four tables.
-
-    blocks   a row for each block of each model and depth, from `signals`
-    wholes   a row for each model and depth, from `signals`
-    kept     the rows of the function `kept`
-    alphas   the rows of the function `alphas`
-    """
     blocks, wholes = [], []
     for name, depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         changes: Overrides = {"model": {"depth": depth}, "variant": SHAPED.get(name, {})}
@@ -92,19 +85,15 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Measures a model's tokens and gradients. Returns a row for each block, and a row for the whole model.
 
-    Keys of the row for a block:
+    A block has the keys of `of_tokens` and
 
-    q               mean square of the tokens after the block
-    q_low, q_high   the quantiles `BAND` over tokens of a token's mean square
-    cosine          mean cosine of two tokens of an image
-    rank            effective rank of the matrix of cosines, as a mean over images
-    gradient        ‖∂loss/∂W‖₂ over the block's weight matrices. Biases have a gradient even if tokens vanish.
+    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices. Biases have a gradient even if tokens vanish.
 
-    Keys of the row for the whole model:
+    The model has the keys
 
-    loss            cross-entropy
-    image_share     Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
-    kappa           κ(A_L ⋯ A_1), by `attention_condition`
+    loss          cross-entropy
+    image_share   Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
+    kappa         κ(A_L ⋯ A_1), by `attention_condition`
     """
     model.zero_grad()
     x, outputs = model.tokens(images), []
@@ -123,7 +112,13 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
 
 def of_tokens(x: Tensor) -> dict[str, float]:
-    """Returns `q`, `q_low`, `q_high`, `cosine` and `rank`, as in `signals`, for tokens (images, N, d)."""
+    """Returns numbers that describe tokens (images, N, d).
+
+    q               mean square of all tokens
+    q_low, q_high   the quantiles `BAND` over tokens of a token's mean square
+    cosine          mean cosine of two tokens of an image
+    rank            effective rank of the matrix of cosines, as a mean over images
+    """
     unit = F.normalize(x, dim=-1, eps=0)
     cosines = unit @ unit.mT  # (images, N, N)
     ranks = [effective_rank(values) for values in torch.linalg.eigvalsh(cosines).clamp(min=0)]
@@ -155,7 +150,6 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Yields the error of Σ_L, the kernel after all attention layers of a model, without its MLPs.
 
-    For `osa_shaped` the error is |tr Σ_L / N − 1|. For the other models it is the maximum entry of |Σ_L − `wanted_kernel`|.
     The tokens start with X Xᵀ/d = I. This needs d ≥ N, so we set d to the smallest multiple of h that is at least N.
     """
     for variant, depth in itertools.product(PRESERVING, settings.depths[:2]):
@@ -192,10 +186,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the α at which the gradient of the first block is twice as large as at a very small α.
-
-    We first vary the depth. Then we vary the size of the patches, which changes ‖X‖₂².
-    """
+    """Yields α of `doubling_alpha` for each depth, and for each size of the patches, which changes ‖X‖₂²."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -216,10 +207,10 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
-    """Returns the minimum α at which the gradient has doubled.
+    """Returns the minimum α at which the gradient is twice as large as at a very small α.
 
-    We raise α by factors of √2 until the gradient has doubled. Then we interpolate between the last two values of α. The
-    interpolation is linear in the logarithms of α and of the gradient.
+    We raise α by factors of √2 until the gradient has doubled. Then we interpolate between the last two values of α,
+    linearly in the logarithms of α and of the gradient.
     """
     base = first_gradient(model, images, cotangent, LEAST_ALPHA * unit)
     below, alpha = (0.0, LEAST_ALPHA * unit), unit
@@ -267,7 +258,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns means over seeds by model, depth and block. They are geometric for columns that span orders of magnitude."""
+    """Returns means over seeds: geometric means of columns that span orders of magnitude, arithmetic means of all others."""
     keys = [key for key in ("model", "depth", "block") if key in table]
     logs = {name: np.log(table[name]) for name in ("q", "q_low", "q_high", "gradient") if name in table}
     means = table.assign(**logs).drop(columns="seed").groupby(keys, sort=False).mean()
@@ -279,7 +270,6 @@ def of_alpha(table: pd.DataFrame) -> dict:
 
     slopes                  the exponent a of α ∝ Lᵃ under "depth", and the exponent b of α ∝ (‖X‖₂²)ᵇ under "patch"
     bound_low, bound_high   minimum and maximum of 2 L ‖X‖₂² α/√d_v
-    log_ratio               log `GRADIENT_RATIO`
     """
     slopes = {}
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
@@ -290,7 +280,6 @@ def of_alpha(table: pd.DataFrame) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the gradient, the tokens' mean square and their effective rank, block by block."""
     depth = settings.depths[-2:][0]
     own = over_seeds(tables["blocks"][tables["blocks"]["depth"] == depth]).droplevel("depth")
     figure, panels = charts.panels(3, 3.6)

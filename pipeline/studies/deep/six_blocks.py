@@ -2,7 +2,7 @@
 
 Models have six blocks and train for ten epochs by the first reading of the paper's recipe. We compare them with the models
 of Table 2, which the study first_reading trains. For E-SPA we try the choices that He et al. 2023 leave open or call
-unimportant. pipeline/studies/deep/params.yaml lists the runs.
+unimportant.
 """
 
 from pipeline.statistics.claims import Results, read_claims

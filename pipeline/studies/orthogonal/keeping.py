@@ -22,9 +22,9 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.orthogonal import CLAIMS_FILE
 from pipeline.training import loop
 
-KEPT_WITHIN = 1e-5  # maximum ‖WᵀW − I‖₂ that we accept for constrained weights in float32
+KEPT_WITHIN = 1e-5  # maximum ‖WᵀW − I‖₂ of constrained weights in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study first_reading
-# We compare how fast models reach a target loss. It is the lowest train loss of REFERENCE in the first half of its training.
+# Models race to a target loss: the lowest train loss of REFERENCE in the first half of its training.
 OF_TRAINING = 0.5
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")
@@ -64,10 +64,6 @@ def watch(training: loop.Training) -> list[dict[str, float]]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each model, the verdicts on `CLAIMS`, and a check that constrained weights stayed orthonormal.
-
-    A model without runs has no row.
-    """
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     loss = target_loss(results.curves(REFERENCE), OF_TRAINING)
     rows = {name: row(name, loss, results) for name in (*BASELINES, *settings.runs)}
@@ -79,8 +75,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, loss: float, results: Results) -> dict:
-    """Returns the accuracy of the runs called `name`, the median epoch at which they reach `loss`, and the medians of
-    `KAPPAS` after training."""
+    """Returns the accuracy, the median epoch at which runs reach `loss`, and the medians of `KAPPAS` after training."""
     accuracy, curves = summary_of(results.accuracies(name)), results.curves(name)
     epochs = float(np.median([epochs_to_reach(curve, loss) for curve in curves])) if curves else math.nan
     last = results.watched[(results.watched["name"] == name) & (results.watched["epoch"] == results.watched["epoch"].max())]
@@ -89,8 +84,6 @@ def row(name: str, loss: float, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws κ(Σ W^V W^O) during training for the first seed of four models: a thin line for each layer, and a thick line for
-    the geometric mean of all layers."""
     if "watched" not in tables:
         return None
     figure, (axes,) = charts.panels(1, 3.0)

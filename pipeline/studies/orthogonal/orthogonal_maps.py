@@ -25,7 +25,7 @@ from pipeline.studies import Study, Tables, charts, check
 from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
-EXPONENTIAL: Map = "exponential"  # the map with which we compare the other maps
+EXPONENTIAL: Map = "exponential"
 ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
     "givens": lambda x: x,
     "exponential": lambda x: x,
@@ -33,11 +33,11 @@ ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
 ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # k in Q(tX) − exp(tA) = O(tᵏ)
-NEAR = 1e-2  # we fit the power where ‖tA‖₂ is at most this
+NEAR = 1e-2  # maximum ‖tA‖₂ in the fit of k
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # maximum error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
-DASHED = ("exponential", "householder")  # maps whose line coincides with another map's line, and is therefore dashed
+DASHED = ("exponential", "householder")  # maps whose angle is also the angle of another map
 
 
 class Settings(Section):
@@ -47,7 +47,6 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures angles in the plane, and each map's distance from the exponential along random directions."""
     return {"plane": pd.DataFrame(plane(settings)), "apart": pd.DataFrame(apart(settings, lab))}
 
 
@@ -82,8 +81,7 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the angles against `ANGLES`. Fits the power of t with which a map's distance from exp grows, and checks the
-    power against `ERROR_ORDERS`."""
+    """Checks the angles against `ANGLES`, and the growth of each map's distance from exp against `ERROR_ORDERS`."""
     plane, apart = tables["plane"], tables["apart"]
     near = apart[apart["t"] <= NEAR].groupby(["map", "n", "seed"])[["t", "distance"]]
     slopes = near.apply(lambda rows: log_log_slope(rows["t"], rows["distance"]))
@@ -100,7 +98,6 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the angle in the plane, and the distance from the exponential for the largest n."""
     plane, apart = tables["plane"], tables["apart"]
     figure, (left, right) = charts.panels(2, 3.6)
     style: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-GOAL_RANGE = (64, 256)  # lowest and highest size n of the layers that should meet the goal
-GOAL = 1.3  # the goal: our layers take at most this many times as long as the dense layer
+GOAL_RANGE = (64, 256)  # sizes n of layers that should meet the goal
+GOAL = 1.3  # maximum time of our layers divided by the time of the dense layer
 MUCH_SLOWER = 10.0  # we read “significantly” in the post as this ratio of times
 
 
@@ -30,9 +30,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def speed_on(path: Path) -> dict:
-    """Returns numbers from the table of one machine. The function `ratio` describes the columns of a row.
+    """Returns numbers from the table of one machine.
 
-    environment      the machine
     ours             for each of our layers, the row with the maximum ratio of training times in `GOAL_RANGE`
     fastest          the row that decides whether the dense layer is the fastest, as the post states
     literal_givens   the row that decides whether the post's Givens layer is much slower, as the post states
@@ -61,12 +60,7 @@ def statement(table: pd.DataFrame, limit: float) -> dict:
 
 
 def ratio(row: pd.Series) -> dict:
-    """Returns numbers from a row of the table.
-
-    n            size of the layer
-    over_dense   time of the layer divided by the time of the dense layer, as a median over rounds
-    low, high    the 10th and the 90th percentile of this ratio over rounds
-    """
+    """Returns a layer's size, and its time over the dense layer's as the median, 10th and 90th percentile of rounds."""
     keys = {"n": "n", "over_dense": "seconds_over_dense", "low": "p10_over_dense", "high": "p90_over_dense"}
     return {name: row[column] for name, column in keys.items()}
 

@@ -22,16 +22,15 @@ from pipeline.studies.lab import Lab
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
 WEIGHT = 1e-6  # the largest λ in Section 3 of Zhang et al.
-RANK_SHARE = 0.01  # singular values up to this share of the largest do not count in the rank of A
+RANK_SHARE = 0.01  # singular values below this share of the largest do not count in the rank of A
 
 
 class Settings(Section):
     seeds: Seeds
-    images: PositiveInt = 32  # number of test images for the loss and the penalties
+    images: PositiveInt = 32
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the norms of the loss's and the penalties' gradients for each model and seed, in float64."""
     gradients = []
     for variant, seed in itertools.product(MODELS, settings.seeds):
         config = lab.config(variant)
@@ -42,10 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns the norm of the cross-entropy's gradient, and the norm of each penalty's gradient.
-
-    The gradients are with respect to all parameters of the model. Each penalty is summed over the blocks.
-    """
+    """Returns the norm, over all parameters, of the gradient of the cross-entropy and of each penalty's sum over blocks."""
     blocks = [block for block, _, _ in blocks_of(model)]
     inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}
@@ -88,10 +84,7 @@ def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ for each model, where λ is `WEIGHT`.
-
-    The sum is over the penalties `TERMS`. Each ratio is a median over seeds.
-    """
+    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ over `TERMS` for each model, where each ratio is a median over seeds."""
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

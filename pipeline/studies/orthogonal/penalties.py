@@ -26,10 +26,8 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-# We measure the ratio of Theorem 2.1 on FEW test images, and all other numbers of a layer on IMAGES test images.
-IMAGES, FEW = 32, 2
-# NOISE and NOISES are standard deviations of noise on the pixels. We measure the change of A under NOISE, and the accuracy
-# on NOISY_IMAGES test images under each of NOISES.
+IMAGES, FEW = 32, 2  # test images for the numbers of a layer, and for the ratio of Theorem 2.1
+# Standard deviations of noise on the pixels: NOISE for the change of A, NOISES for the accuracy
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading, without a penalty
@@ -38,10 +36,7 @@ SHOWN = ("attention", "projections", "mlp")
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Returns a row for each layer, with numbers of its attention and its weights, and the model's accuracy under noise.
-
-    The numbers of a layer are computed in float64 on the first test images.
-    """
+    """Returns a row for each layer, measured in float64. Each row also has the accuracy of the model under noise."""
     model, images = copy.deepcopy(training.model).cpu().double(), training.data.test_images[:IMAGES].cpu().double()
     generator = loop.random_stream(0, "penalties/noise")
     noisy = images + NOISE * torch.randn(images.shape, generator=generator, dtype=images.dtype)
@@ -69,10 +64,7 @@ def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
-    """Returns the accuracy on the first test images with Gaussian noise on their pixels, for each standard deviation.
-
-    All calls and all standard deviations scale the same noise.
-    """
+    """Returns the accuracy with Gaussian noise on the pixels, for each of `NOISES`. All calls scale the same noise."""
     images, labels = training.data.test_images[:NOISY_IMAGES], training.data.test_labels[:NOISY_IMAGES]
     noise = torch.randn(images.shape, generator=loop.random_stream(0, "penalties/pixels")).to(images)
     predictions = {scale: training.model(images + scale * noise).argmax(-1) for scale in NOISES}
@@ -80,10 +72,6 @@ def under_noise(training: loop.Training) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each model, the accuracies of `BASELINES`, the verdicts on `CLAIMS`, and a check of Theorem 2.1.
-
-    A model without runs has no row.
-    """
     results, claims = Results(comparison.first_reading(lab), tables), read_claims(CLAIMS_FILE)
     rows = [row(name, settings, results) for name in settings.runs]
     return {
@@ -105,7 +93,6 @@ def row(name: str, settings: Settings, results: Results) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the accuracy and ‖AᵀA − I‖² over λ: a line for each penalty, and a dashed line for the ViT without a penalty."""
     models = [each for each in summarise(settings, tables, lab)["models"] if each["variant"] == "vit"]
     if all(each["penalty"] == "none" for each in models):
         return None

@@ -22,8 +22,8 @@ from pipeline.studies.lab import Lab
 
 GAUSSIAN = "Gaussian"
 SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and keys
-KEY_MEANS = (0.0, 3.0)  # we add this mean to every key, which does not change softmax attention
-MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")  # we measure these models at initialisation
+KEY_MEANS = (0.0, 3.0)  # mean of the keys, which does not change softmax attention
+MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
 QUARTER = 0.25  # the sharper bound divided by the paper's bound
 RATIO_ROUNDING = 1e-6  # maximum rounding error of a ratio at the smallest ε
@@ -31,7 +31,7 @@ RATIO_ROUNDING = 1e-6  # maximum rounding error of a ratio at the smallest ε
 
 class Settings(Section):
     seeds: Seeds
-    images: PositiveInt = 2  # number of test images on which we measure each model
+    images: PositiveInt = 2
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """Yields (identity, query, key, None) for each Gaussian case, with query and key (2, 1, N, d_v). None means no scale."""
+    """Yields Gaussian queries and keys, each (2, 1, N, d_v), in the format of `models` and without a scale."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
@@ -74,10 +74,10 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 
 
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
-    """Moves each query by a random δ with ‖δ‖ = ε. Compares the changes of the rows of A with the bound.
+    """Yields the maximum and the median, over rows i, of ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) for each ε.
 
-    A becomes A'. For each ε, yields the maximum and the median of ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) over rows i. For ε = 0, the ratio of
-    a row is the supremum over δ as ε → 0, from `worst_ratios`.
+    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. For ε = 0, a ratio is the supremum over δ as ε → 0, from
+    `worst_ratios`.
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
@@ -102,9 +102,9 @@ def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """Moves one query per head by a random δ with ‖δ‖ = ε. Compares the change of orthogonal attention with the bound.
+    """Yields the maximum and the median, over heads, of ‖A' − A‖₂/(|scale| ‖K‖₂ε) for each ε.
 
-    The matrix A = exp(S) becomes A'. For each ε, yields the maximum and the median of ‖A' − A‖₂/(|scale| ‖K‖₂ε) over heads.
+    A = exp(S) becomes A' when one query per head moves by a random δ with ‖δ‖ = ε.
     """
     a = orthogonal_attention_matrix(query, key, scale=scale)
     factor = torch.as_tensor(scale, dtype=key.dtype).abs().expand(*key.shape[:-2], 1, 1)[..., 0, 0]
@@ -132,7 +132,6 @@ def attained() -> pd.DataFrame:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the theorem's bound B, the bound B/4, a case that attains B/4, and the bound of orthogonal attention."""
     softmax, orthogonal = (float(tables[name]["largest"].max()) for name in ("softmax", "orthogonal"))
     return {
         "stated": check(softmax, 1 + RATIO_ROUNDING),

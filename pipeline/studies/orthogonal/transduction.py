@@ -60,7 +60,7 @@ class Encoder(nn.Module):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Returns a row for each task, model and seed, with the train loss and the share of correct symbols in new strings."""
+    """Returns the train loss and the share of correct symbols in new strings, for each task, model and seed."""
     rows = []
     for task, (name, model), seed in itertools.product(TASKS, settings.models.items(), settings.seeds):
         identity = {"name": f"{task}_{name}", "seed": seed, "status": "finished"}
@@ -92,7 +92,6 @@ def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each task and model, with the loss and the accuracy (%), and the verdict on `CLAIM`."""
     results, rows = Results(tables), []
     for task, (name, model) in itertools.product(TASKS, settings.models.items()):
         key = f"{task}_{name}"

@@ -11,7 +11,6 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config import reading
@@ -64,8 +63,11 @@ def wing(name: str) -> str:
 
 @functools.cache
 def _wings() -> dict[str, str]:
-    folders = {each: str(Path(__path__[0], each)) for each in WINGS}
-    return {module.name: each for each, folder in folders.items() for module in pkgutil.iter_modules([folder])}
+    wing_of = {}
+    for each in WINGS:
+        for module in pkgutil.iter_modules([f"{__path__[0]}/{each}"]):
+            wing_of[module.name] = each
+    return wing_of
 
 
 def get(name: str) -> Study:
@@ -99,7 +101,6 @@ def check(value: float, limit: float, side: str = "below") -> dict[str, Any]:
 
     The result's `share` is value / limit, or limit / value if `side` is "above".
     """
-    holds = value < limit if side == "below" else value > limit
-    used = (value, limit) if side == "below" else (limit, value)
-    share = used[0] / used[1] if used[1] else float("nan")
-    return {"value": value, "limit": limit, "side": side, "share": share, "holds": bool(holds)}
+    low, high = (value, limit) if side == "below" else (limit, value)
+    share = low / high if high else float("nan")
+    return {"value": value, "limit": limit, "side": side, "share": share, "holds": bool(low < high)}

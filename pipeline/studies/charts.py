@@ -16,10 +16,10 @@ EXPECTED: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth":
 RAMP = LinearSegmentedColormap.from_list("ramp", ["#002b5c", PALETTE[0], PALETTE[1], PALETTE[3], PALETTE[4]])
 
 
-def panels(count: int, height: float = 3.6, rows: int = 1, **options) -> tuple[Figure, list[Axes]]:
-    """Creates a page-wide figure with `count` panels in `rows` rows; `options` go to `Figure.subplots`."""
+def panels(count: int, height: float = 3.6, **options) -> tuple[Figure, list[Axes]]:
+    """Creates a page-wide figure with `count` panels side by side; `options` go to `Figure.subplots`."""
     figure = Figure(figsize=(7.2, height), layout="constrained")
-    return figure, list(figure.subplots(rows, -(-count // rows), squeeze=False, **options).flat)
+    return figure, list(figure.subplots(1, count, squeeze=False, **options).flat)
 
 
 def legend(figure: Figure, handles: list, columns: int = 3) -> None:

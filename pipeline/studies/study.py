@@ -29,17 +29,21 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{chosen.name} measures nothing: `python -m pipeline report` reads what it needs.")
     torch.set_num_threads(1)
     configure_torch()
-    settings, reading = studies.settings(chosen.name), studies.reading_of(chosen.name)
-    lab = Lab(chosen.name, params.load(), params.load_paper(), reading)
+    settings = studies.settings(chosen.name)
+    lab = Lab(chosen.name, params.load(), params.load_paper(), studies.reading_of(chosen.name))
     tables, folder = study.measure(settings, lab), STUDIES / chosen.name
     for name, table in tables.items():
         files.write_csv(folder / f"{name}.csv", table)
     for stale in {path.stem for path in folder.glob("*.csv")} - tables.keys():
         (folder / f"{stale}.csv").unlink()
     commit = provenance.describe_commit()
-    environment = Environment(**provenance.describe_environment(provenance.default_device()))
-    provenance_of = {"commits": [commit["git_commit"]], "dirty": commit["git_dirty"]}
-    records.seal(folder, environment=environment, settings=settings.model_dump(mode="json"), **provenance_of)
+    records.seal(
+        folder,
+        environment=Environment(**provenance.describe_environment(provenance.default_device())),
+        settings=settings.model_dump(mode="json"),
+        commits=[commit["git_commit"]],
+        dirty=commit["git_dirty"],
+    )
 
 
 def read_tables(name: str) -> dict[str, pd.DataFrame]:

@@ -101,8 +101,10 @@ def step_times(path: Path) -> dict:
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
     """Draws the train loss of OSA. For each model, one line is the mean of successful runs, and one of failed runs."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
-    for name, draws in MLP_DRAWS.items():
-        depth = lab.config(settings.runs[name].variant, settings.runs[name].set).model.depth if name in settings.runs else 0
+    for name, training in settings.runs.items():
+        if name not in MLP_DRAWS:
+            continue
+        draws, depth = MLP_DRAWS[name], lab.config(training.variant, training.set).model.depth
         axes = panels[depth > SHALLOW]
         for curves in by_outcome(tables, name):
             mean = pd.concat(curves).groupby("step")["train_loss"].mean().clip(upper=HIGHEST)

@@ -144,8 +144,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     ]
     slopes = {}
     for draw in DRAWS:
-        by_width = [own for _, own in sd[draw].groupby(level="width")]
-        slopes[draw] = {"depth": summary_of([log_log_slope(own.index.get_level_values("depth"), own) for own in by_width])}
+        by_width = sd[draw].groupby(level="width")
+        exponents = by_width.apply(lambda each: log_log_slope(each.index.get_level_values("depth"), each))
+        slopes[draw] = {"depth": summary_of(exponents)}
     gradients = [
         {"model": model, "depth": depth, "gradient": own["gradient"].tolist()}
         | {"cls": own["cls"].tolist(), "largest": own["largest"].max()}

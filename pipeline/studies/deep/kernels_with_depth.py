@@ -115,11 +115,10 @@ def cosines(kernel: Tensor) -> Tensor:
 def summary(kernel: Tensor) -> dict[str, float]:
     """Returns numbers that describe a kernel Σ and the cosines of its tokens."""
     c, q = cosines(kernel), kernel.diagonal()
-    near, far = 1, len(c) // 2
     return {
         "cosine": mean_cosine(c).item(),
-        "near": c.diagonal(near).mean().item(),
-        "far": c.diagonal(far).mean().item(),
+        "near": c.diagonal(1).mean().item(),  # of neighbours
+        "far": c.diagonal(len(c) // 2).mean().item(),  # of tokens N/2 apart
         "effective_rank": effective_rank(torch.linalg.eigvalsh(c).clamp(min=0)),
         "q": q.mean().item(),
         "q_std": q.std().item(),
@@ -152,19 +151,17 @@ def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
     }
 
 
-def attending(matrices: Iterable[Tensor]) -> list[KernelMap]:
-    """Returns the function Σ → A Σ Aᵀ for each matrix A."""
-    return [partial(attended, matrix) for matrix in matrices]
-
-
-def attended(matrix: Tensor, kernel: Tensor) -> Tensor:
-    return matrix @ kernel @ matrix.mT
-
-
-def through(kernel: Tensor, steps: list[KernelMap]) -> Iterator[Tensor]:
+def through(kernel: Tensor, steps: Iterable[KernelMap]) -> Iterator[Tensor]:
     """Yields Σ_1, …, Σ_L: the kernel after each block."""
     for step in steps:
         kernel = step(kernel)
+        yield kernel
+
+
+def attended(kernel: Tensor, matrices: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields Σ_l = A_l Σ_{l−1} A_lᵀ for each matrix A_l."""
+    for matrix in matrices:
+        kernel = matrix @ kernel @ matrix.mT
         yield kernel
 
 
@@ -177,8 +174,8 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
     forms = (("uspa", "uniform", settings.rho), ("espa", "exponential", settings.gamma))
     for name, form, last in forms:
         attention = partial(signal_preserving_attention, form, n, depth, last, repeated=1 / settings.types, cls_index=0)
-        made[name] = through(first, attending(attention(causal=True)))
-        made[f"{name}_root"] = through(first, attending(attention(causal=False)))
+        made[name] = attended(first, attention(causal=True))
+        made[f"{name}_root"] = attended(first, attention(causal=False))
     made["osa"] = orthogonal_stack(first, depth, settings.alpha, lab.generator(seed, "kernels/osa"))
     return {name: made[name] for name in ROWS}
 
@@ -217,8 +214,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
     kappa   κ(P_L)
     """
     n = settings.tokens
-    depths = (6, *settings.depths[-1:])
-    for kernel, causal, depth in itertools.product(KERNEL_KINDS, (True, False), depths):
+    for kernel, causal, depth in itertools.product(KERNEL_KINDS, (True, False), (6, settings.depths[-1])):
         last = settings.rho if kernel == "uniform" else settings.gamma
         steps = (uniform_schedule if kernel == "uniform" else exponential_schedule)(depth, last)
         make = uniform_kernel if kernel == "uniform" else exponential_kernel
@@ -266,8 +262,8 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0
         matrices = signal_preserving_attention("exponential", n, depth, gamma, causal=True, repeated=repeated, cls_index=0)
-        kernels = through(repeated_tokens(n, types, lab, seed), attending(matrices))
-        for block, q in enumerate((kernel.diagonal() for kernel in kernels), 1):
+        for block, kernel in enumerate(attended(repeated_tokens(n, types, lab, seed), matrices), 1):
+            q = kernel.diagonal()
             yield {"seed": seed, "corrected": corrected, "block": block, "q": q.mean().item(), "q_std": q.std().item()}
 
 

@@ -3,6 +3,7 @@
 From the results we chose the values in the study `depth`. No other study uses the seed of these trainings.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Annotated
@@ -36,23 +37,20 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    rows = [row for search in settings.searches for row in search_rows(settings, search, lab)]
-    return {"trainings": pd.DataFrame(rows)}
+    return {"trainings": pd.DataFrame(short_trainings(settings, lab))}
 
 
-def search_rows(settings: Settings, search: Search, lab: Lab) -> Iterator[dict]:
+def short_trainings(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Yields a row for every model and rate, and for OSA also a row for every other α L at the best rate."""
-    for model in settings.models:
+    for search, model in itertools.product(settings.searches, settings.models):
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
         yield from rows
         if model == OSA:
             best = min(rows, key=loss_of)["learning_rate"]
-            yield from (
-                short_training(search, settings.seed, OSA, best, alpha, lab)
-                for alpha in settings.alphas
-                if alpha != ALPHA_TIMES_DEPTH
-            )
+            for alpha in settings.alphas:
+                if alpha != ALPHA_TIMES_DEPTH:
+                    yield short_training(search, settings.seed, OSA, best, alpha, lab)
 
 
 def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
@@ -72,15 +70,15 @@ def loss_of(row: dict) -> float:
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Lists the trainings of each model at each depth, in ascending order of loss."""
+    trainings = tables["trainings"].fillna({"loss": math.inf})
+    trainings = trainings.rename(columns={"learning_rate": "rate", "alpha_times_depth": "alpha"})
     searches = []
     for search in settings.searches:
-        own, models = tables["trainings"], []
-        own = own[(own["depth"] == search.depth) & (own["steps"] == search.steps)].fillna({"loss": math.inf})
+        own = trainings[(trainings["depth"] == search.depth) & (trainings["steps"] == search.steps)]
+        models = []
         for model, rows in own.sort_values("loss").groupby("model", sort=False):
-            columns = ["learning_rate", "alpha_times_depth", "loss"]
-            tried = rows[columns].rename(columns={"learning_rate": "rate", "alpha_times_depth": "alpha"})
-            learns = tried["loss"].iloc[0] < GUESS_LOSS - LEARNS
-            models.append({"model": model, "learns": learns, "tried": tried.to_dict("records")})
+            learns = rows["loss"].iloc[0] < GUESS_LOSS - LEARNS
+            models.append({"model": model, "learns": learns, "tried": rows[["rate", "alpha", "loss"]].to_dict("records")})
         searches.append({"depth": search.depth, "models": models})
     return {"searches": searches}
 

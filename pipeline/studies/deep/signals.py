@@ -200,10 +200,8 @@ def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
         cotangent = torch.randn(x.shape, generator=lab.generator(seed, "signals/alpha"), dtype=x.dtype)
         unit = math.sqrt(config.model.embed_dim / config.model.num_heads) / (depth * squared)  # α with α L ‖X‖₂²/√d_v = 1
         alpha = doubling_alpha(model, images, cotangent, unit)
-        yield {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared} | {
-            "alpha": alpha,
-            "bound": 2 * alpha / unit,  # L times the upper bound on ‖J₁‖₂ of one head
-        }
+        row = {"over": over, "depth": depth, "tokens": x.shape[1], "seed": seed, "norm_squared": squared, "alpha": alpha}
+        yield row | {"bound": 2 * alpha / unit}  # L times the upper bound on ‖J₁‖₂ of one head
 
 
 def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, unit: float) -> float:
@@ -235,8 +233,7 @@ def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
             attention.alpha.fill_(alpha)
     (nn.Sequential(*model.blocks)(model.tokens(images)) * cotangent).sum().backward()
     _, attention, mlp = blocks[0]
-    gradients = [layer.weight.grad for layer in (attention.value, attention.out, mlp.fc1, mlp.fc2)]
-    return torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm().item()
+    return gradient_norm(nn.ModuleList([attention.value, attention.out, mlp.fc1, mlp.fc2]), least_dimensions=2)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:

@@ -18,12 +18,11 @@ CLAIMS += ("espa_norm_is_unimportant", "zero_query_and_key_alike", "orthogonal_a
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    claims = read_claims(CLAIMS_FILE)
-    results = Results(tables, comparison.first_reading(lab))
+    results, claims = Results(tables, comparison.first_reading(lab)), read_claims(CLAIMS_FILE)
     rows = [{"name": name} | outcome(results, name) for name in (*settings.runs, *BASELINES)]
-    there = sorted((row for row in rows if row["trained"]), key=lambda row: -row["accuracy"].mean)
+    trained = [row for row in rows if row["trained"]]
     return {
-        "models": there,
+        "models": sorted(trained, key=lambda row: -row["accuracy"].mean),
         "claims": {name: claims[name].judge(results) for name in CLAIMS},
     }
 

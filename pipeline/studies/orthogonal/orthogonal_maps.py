@@ -63,8 +63,8 @@ def plane(settings: Settings) -> Iterator[dict]:
         angles = np.unwrap(torch.atan2(q[:, 1, 0], q[:, 0, 0]).numpy())
         angles -= angles[len(x) // 2]
         errors = np.abs(angles - ANGLES[name](x.numpy())) if name in ANGLES else np.full(len(x), math.nan)
-        rows = zip(x.tolist(), angles, errors, strict=True)
-        yield from ({"map": name, "x": at, "angle": angle, "error": error} for at, angle, error in rows)
+        for at, angle, error in zip(x.tolist(), angles, errors, strict=True):
+            yield {"map": name, "x": at, "angle": angle, "error": error}
 
 
 def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
@@ -76,8 +76,8 @@ def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
         exact = MAPS[EXPONENTIAL](along)
         for name in (name for name in MAPS if name != EXPONENTIAL):
             distances = norm(MAPS[name](along) - exact)
-            rows = zip(steps.tolist(), distances.tolist(), strict=True)
-            yield from ({"map": name, "n": n, "seed": seed, "t": t, "distance": distance} for t, distance in rows)
+            for t, distance in zip(steps.tolist(), distances.tolist(), strict=True):
+                yield {"map": name, "n": n, "seed": seed, "t": t, "distance": distance}
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:

@@ -56,7 +56,8 @@ def statement(table: pd.DataFrame, limit: float) -> dict:
     the lowest 90th percentile. If there is no counterexample, it is the row with the lowest 10th percentile.
     """
     refuting = table[table["p90_over_dense"] < limit]
-    return ratio(table.loc[refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()])
+    decides = refuting["p90_over_dense"].idxmin() if len(refuting) else table["p10_over_dense"].idxmin()
+    return ratio(table.loc[decides])
 
 
 def ratio(row: pd.Series) -> dict:

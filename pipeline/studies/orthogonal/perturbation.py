@@ -80,10 +80,14 @@ def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator
     `worst_ratios`.
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
-    rows = lambda query: torch.softmax(scale * query @ key.mT, dim=-1)  # noqa: E731
+    a = torch.softmax(scale * query @ key.mT, dim=-1)
     centred = (norm(key - key.mean(-2, keepdim=True))[..., None] / size).min()
     ratios = {0.0: worst_ratios(query, key)}
-    ratios |= {e: moved(rows, query, e, generator) / (2 * scale * e * size) for e in EPSILONS}
+    for epsilon in EPSILONS:
+        delta = torch.randn(query.shape, generator=generator, dtype=query.dtype)
+        moved = query + epsilon * delta / delta.norm(dim=-1, keepdim=True)
+        change = (torch.softmax(scale * moved @ key.mT, dim=-1) - a).norm(dim=-1)
+        ratios[epsilon] = change / (2 * scale * epsilon * size)
     for epsilon, ratio in ratios.items():
         yield {"epsilon": epsilon, **extreme_ratios(ratio), "centred_keys": centred.item()}
 
@@ -93,12 +97,6 @@ def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
     f = torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1)  # (..., N, N)
     jacobians = f[..., None] * (key[..., None, :, :] - (f @ key)[..., None, :])  # (diag f − ffᵀ) K, (..., N, N, d_v)
     return norm(jacobians) / (2 * norm(key)[..., None])
-
-
-def moved(rows, query: Tensor, epsilon: float, generator: Generator) -> Tensor:
-    """Returns the length of each attention row's change, (..., N), when each query moves by a random δ of length ε."""
-    delta = torch.randn(query.shape, generator=generator, dtype=query.dtype)
-    return (rows(query + epsilon * delta / delta.norm(dim=-1, keepdim=True)) - rows(query)).norm(dim=-1)
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:

@@ -21,7 +21,7 @@ from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 from pipeline.studies.orthogonal import CLAIMS_FILE
-from pipeline.training.loop import make_optimizers, random_stream
+from pipeline.training.loop import make_optimizers
 
 TASKS = {"reverse": lambda strings: strings.flip(1), "sort": lambda strings: strings.sort(dim=1).values}
 SYMBOLS, TESTED = 10, 1000
@@ -70,9 +70,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -> dict[str, float]:
     """Trains a model. Returns the mean loss of the last tenth of the steps, and the accuracy over symbols of new strings."""
-    config, draw = lab.config("vit"), random_stream(seed, f"transduction/{task}")
+    config, draw = lab.config("vit"), lab.generator(seed, f"transduction/{task}")
     blocks, width = lab.model(config, seed).blocks, config.model.embed_dim
-    model = Encoder(blocks, width, settings.length, random_stream(seed, "transduction/init"))
+    model = Encoder(blocks, width, settings.length, lab.generator(seed, "transduction/init"))
     (optimizer,) = make_optimizers(model, config, torch.device("cpu"))
     losses = []
     for _ in range(settings.steps):
@@ -85,7 +85,7 @@ def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -
         optimizer.step()
         losses.append(loss.item())
     last = losses[-max(1, settings.steps // 10) :]
-    strings = torch.randint(SYMBOLS, (TESTED, settings.length), generator=random_stream(seed, f"transduction/{task}/test"))
+    strings = torch.randint(SYMBOLS, (TESTED, settings.length), generator=lab.generator(seed, f"transduction/{task}/test"))
     with torch.no_grad():
         right = (model(strings).argmax(-1) == TASKS[task](strings)).double().mean().item()
     return {"train_loss": sum(last) / len(last), "test_accuracy": right}

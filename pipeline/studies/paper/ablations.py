@@ -1,10 +1,8 @@
 """Ablations: what do the accuracies of Table 2 depend on, if PyTorch's defaults fill in what the paper's recipe leaves open?
 
-Each ablation changes one thing: the learning rate, one of the four details in which this reading differs from the first
-reading, the map exp, skip connections with LN, or the initial α. We compare each ablation with Table 2's runs. For that,
-params.yaml must follow the same reading. Two further ablations change the initialisation, and the study
-attention_or_initialisation uses them. We wrote the rules and expectations before the first run. The page shows a claim once
-all runs of the claim have ended.
+Each ablation changes one thing: the learning rate, one of four details of the recipe, the map exp, skip connections with LN,
+or the initial α. We compare each ablation with Table 2's runs. We wrote the rules and expectations before the first run. The
+page shows a claim once all runs of the claim have ended.
 """
 
 from typing import Any
@@ -30,10 +28,7 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns `has_baselines`, and `rows` with the comparisons of each claim.
-
-    A claim has rows once all its runs have ended. There are no rows if `has_baselines` is false.
-    """
+    """Returns a row for each comparison of the claims whose runs have all ended. Without baselines there are no rows."""
     results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
     num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
     whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
@@ -57,7 +52,7 @@ def results_of_ablations(lab: Lab) -> Results:
 
 
 def with_table_2(tables: Tables, lab: Lab) -> Results:
-    """Returns this study's runs. If `has_baselines`, the result also has Table 2's runs of the baselines."""
+    """Returns this study's runs and, if `has_baselines`, Table 2's runs of the baselines."""
     if not has_baselines(lab):
         return Results(tables)
     table_2 = results_of(lab).runs
@@ -65,20 +60,13 @@ def with_table_2(tables: Tables, lab: Lab) -> Results:
 
 
 def has_baselines(lab: Lab) -> bool:
-    """Returns whether Table 2's runs can serve as baselines.
-
-    Table 2 must have runs of all `BASELINES`, and params.yaml must give these models the configuration of this study's
-    reading of the recipe.
-    """
+    """Returns whether Table 2 has runs of all `BASELINES`, and params.yaml follows this study's reading."""
     table_2 = results_of(lab)
     return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 
 
 def described(settings: comparison.Settings, results: Results, name: str) -> dict[str, Any]:
-    """Returns the variant, the changed settings and the accuracy of the runs called `name`.
-
-    A name that `settings` does not list is a model of Table 2, which changes no setting.
-    """
+    """Returns the variant, the changed settings and the accuracy of the runs called `name`, here or in Table 2."""
     training = settings.runs.get(name)
     return {
         "variant": training.variant if training else name,

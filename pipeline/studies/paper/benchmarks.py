@@ -1,8 +1,7 @@
 """How fast is OSA on several machines? The scripts in pipeline/benchmarks timed it, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-The literal formulas test this expectation. Our methods do not test it: both methods use the same matrix products, and no
-gradient passes through our QR.
+Only the paper's literal formulas test this expectation, since no gradient passes through our QR.
 """
 
 from pathlib import Path
@@ -20,12 +19,7 @@ PASS = "forward and backward"
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns ratios of times on each machine, CPUs first.
-
-    steps       the time of each model's training step divided by the time of ViT's step
-    attention   the time of a call of Newton–Schulz divided by the time of a call of QR
-    calls       on GPUs, the time of a whole call of the fastest softmax divided by the time of a whole call of OSA (exact)
-    """
+    """Returns ratios of times on each machine, CPUs first."""
     steps = [*map(on_cpu, measured("step.json")), *map(on_gpu, measured("gpu_step.csv"))]
     attention = [ns_over_qr(path) for path in measured("attention.csv")]
     calls = [against_softmax(path) for path in measured("gpu_attention.csv")]
@@ -33,10 +27,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns two ratios of the time of Newton–Schulz to the time of QR, for one head of the paper's models.
-
-    One ratio compares the paper's literal formulas, and the other ratio compares our methods.
-    """
+    """Returns the time of Newton–Schulz divided by the time of QR, by the paper's literal formulas and by our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
     seconds = own.set_index("method")["seconds"]
@@ -48,10 +39,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂.
-
-    `make gpu STEP=attention` timed whole calls with their gradients, as replays of CUDA graphs.
-    """
+    """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂."""
     table = files.read_csv(path)
     whole = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")]
     rows = []
@@ -65,20 +53,14 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """Returns the time of each model's step on a CPU divided by the time of ViT's step.
-
-    The models have trained weights if the benchmark timed trained weights, and initial weights otherwise.
-    """
+    """Returns each model's step time divided by ViT's, for trained weights if the benchmark timed trained weights."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """Returns the time of each model's step on a GPU divided by the time of ViT's step.
-
-    The times come from `make gpu STEP=step`, which replays CUDA graphs of models with initial weights.
-    """
+    """Returns each model's step time divided by ViT's, for initial weights."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine_rows({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())

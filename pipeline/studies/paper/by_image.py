@@ -1,7 +1,6 @@
 """Compares Table 2's models image by image: means over seeds and images, test loss, calibration, and votes of all seeds.
 
-This study measures nothing. The stage `evaluate` lists the images that each run gets wrong. The stage `tables` gathers the
-lists.
+The stage `evaluate` lists the images that each run gets wrong, and the stage `tables` gathers the lists.
 """
 
 import numpy as np
@@ -20,11 +19,7 @@ FEWEST_RUNS = 2  # minimum number of runs for an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns `models` and `comparisons`.
-
-    models        a row for each model: accuracy, test loss, calibration error, and the accuracy of its runs' majority vote
-    comparisons   for each claim, the `means` of each comparison of accuracies
-    """
+    """Returns a row for each model, and the `means` of each comparison of accuracies, by claim."""
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
         rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
@@ -34,10 +29,9 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
-    """Returns an array (runs, images) for each model.
+    """Returns an array (runs, images) for each model: 1 if the run classifies the test image correctly, and 0 otherwise.
 
-    An entry is 1 if the run classifies the test image correctly, and 0 otherwise. For a run that diverged, all entries are
-    0.1, the accuracy of guessing.
+    For a run that diverged, all entries are 0.1, the accuracy of guessing.
     """
     if "mistakes" not in tables or tables["per_class"].empty:
         return {}
@@ -52,10 +46,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns a claim's contrast of mean accuracies and its interval over seeds and images, in points.
-
-    Returns None if a model has fewer than two runs.
-    """
+    """Returns a contrast of mean accuracies and its interval over seeds and images, in points."""
     if min(len(right.get(model, [])) for model in models) < FEWEST_RUNS:
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, DIFFERENCE))
@@ -77,10 +68,7 @@ def model_row(tables: Tables, variant: str, right: np.ndarray) -> dict:
 
 
 def vote(mistakes: pd.DataFrame, runs: int, images: int) -> float:
-    """Returns the accuracy of a majority vote of the runs.
-
-    If k classes share the maximum number of votes and the right class is one of them, the image counts 1/k.
-    """
+    """Returns the accuracy of a majority vote of the runs. In a tie of k classes, the right class counts 1/k."""
     votes = mistakes.groupby(["image", "prediction"]).size()  # votes for each wrong class of each image
     most = votes.groupby("image").max()
     leaders = (votes == votes.groupby("image").transform("max")).groupby("image").sum()

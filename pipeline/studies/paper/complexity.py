@@ -1,8 +1,8 @@
 """Table 1 and Section 3.1: what does orthogonal attention cost, by component and as a whole, for one head in float32?
 
-The number of multiply–adds and the peak memory are the same in every measurement, and we check them. We do not check times.
-Three sweeps vary N alone, d alone, and N and d together at fixed N/d. Exponents are log–log slopes over N. The first sweep
-gives the degree in N, and the third sweep gives the total degree in N and d.
+We check the number of multiply–adds and the peak memory, which repeat exactly. We do not check times. Three sweeps vary N
+alone, d alone, and N and d together at fixed N/d. The log–log slope over N is the degree in N in the first sweep, and the
+total degree in N and d in the third sweep.
 """
 
 import itertools
@@ -51,28 +51,22 @@ NUM_ITERATIONS = 6  # K of Eq. 9 (Appendix D)
 
 
 class Settings(Section):
-    """Sizes of the sweeps.
-
-    `largest_tokens` is the maximum of N = 64, 128, ... at fixed d. `repeats` is the number of timing rounds.
-    """
-
-    largest_tokens: PositiveInt
-    repeats: PositiveInt
-    width: PositiveInt = 16  # d_v while N varies, as in the paper
-    widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # values of d in the second sweep, which has N = `tokens`
-    tokens: PositiveInt = 2048
-    joint: Sizes = Field([8, 16, 32, 64, 128])  # values of d in the third sweep, which has N = `tokens_per_width` · d
-    tokens_per_width: PositiveInt = 32
+    largest_tokens: PositiveInt  # maximum N in the first sweep
+    repeats: PositiveInt  # rounds of timing
+    width: PositiveInt = 16  # d_v in the first sweep, as in the paper
+    widths: Sizes = Field([8, 16, 32, 64, 128, 256])  # d_v in the second sweep
+    tokens: PositiveInt = 2048  # N in the second sweep
+    joint: Sizes = Field([8, 16, 32, 64, 128])  # d_v in the third sweep
+    tokens_per_width: PositiveInt = 32  # N / d_v in the third sweep
     # Maximum N for calls that form N×N matrices. At N = 4096 a matrix takes 64 MiB, and several exist at the same time.
     most_tokens_matrix: PositiveInt = 4096
     # Maximum N for the exponential of an N×N matrix. Its backward pass needs 2N×2N matrices.
     most_tokens_exponential: PositiveInt = 1024
-    sample_seconds: PositiveFloat = 0.005  # a sample repeats a call for this time, far above the clock's resolution
+    sample_seconds: PositiveFloat = 0.005  # a sample takes at least this time, far above the clock's resolution
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
-        # If the largest N is this or more, slopes are fitted to sizes at which N×N terms dominate N×d terms.
-        least = 256 * self.width
+        least = 256 * self.width  # from this N on, N×N terms dominate N×d terms in the fitted slopes
         if self.largest_tokens < least:
             raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
         for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
@@ -81,16 +75,13 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: "Lab") -> Tables:  # `lab` is unused, so the stage need not depend on lab.py
+def measure(settings: Settings, lab: "Lab") -> Tables:  # `lab` is unused: the stage does not depend on lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
 
 def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Counts multiply–adds and bytes of every call at every point.
-
-    The bytes are the sum of the bytes of the inputs and the call's peak memory.
-    """
+    """Counts multiply–adds and bytes of every call. The bytes are the inputs' bytes plus the call's peak memory."""
     rows = []
     for sweep, tokens, width in tqdm(points(settings), desc="count", disable=None):
         for (part, direction), call in calls(tokens, width, settings, device).items():
@@ -101,7 +92,7 @@ def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Measures the median and the quartiles of the seconds of every call, at every point of the timed sweeps."""
+    """Measures the median and the quartiles of the seconds of every call in the first two sweeps."""
     rows, order = [], random.Random(SEED)
     timed = [point for point in points(settings) if point[0] in TIMED]
     for sweep, tokens, width in tqdm(timed, desc="time", disable=None):
@@ -116,7 +107,7 @@ def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def points(settings: Settings) -> list[tuple[str, int, int]]:
-    """Returns sweep, N and d of every point."""
+    """Returns (sweep, N, d) for every size of the sweeps."""
     doublings = int(math.log2(settings.largest_tokens / SMALLEST))
     tokens = [("tokens", SMALLEST * 2**k, settings.width) for k in range(doublings + 1)]
     widths = [("widths", settings.tokens, d) for d in settings.widths]
@@ -124,7 +115,7 @@ def points(settings: Settings) -> list[tuple[str, int, int]]:
 
 
 def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Returns the calls to measure at one point, by part and pass. The settings limit N for calls that form N×N matrices."""
+    """Returns the calls at one size, by part and pass. The settings limit N for parts that form N×N matrices."""
     most = dict.fromkeys(("small_dense", "application_dense", "softmax_dense"), settings.most_tokens_matrix)
     most["exponential_dense"] = settings.most_tokens_exponential
     every = parts(Inputs.draw(tokens, width, NORM, device)).items()
@@ -133,11 +124,9 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns a call for each row of Table 1, and calls of whole attention.
+    """Returns a call for each component of Table 1, and calls of whole attention by OSA and by softmax.
 
-    The call of a row takes the results of earlier rows as inputs. The rows `small` and `application` have a second call,
-    which multiplies in the order in which the paper writes the product, and thus forms an N×N matrix. The calls of whole
-    attention are OSA by every method, and torch's softmax. Two further calls form the N×N matrix of softmax and of exp(S).
+    A component takes the results of earlier components as inputs. A part whose name ends in _dense forms an N×N matrix.
     """
     qkv = (x.query, x.key, x.value)
     m = torch.cat(qkv[:2], dim=-1)  # (1, 1, N, 2d)
@@ -164,15 +153,11 @@ def parts(x: Inputs) -> dict[str, Call]:
     }
 
 
-# Formulas of Table 1 that `osa.reference` lacks. Functions whose names end in _dense form an N×N matrix. The others multiply
-# in the order that costs O(N).
+# Formulas of Table 1 that `osa.reference` lacks
 
 
 def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
-    """Returns BᵀB of the Newton–Schulz basis B by iterations on 2d×2d matrices (end of Section 3).
-
-    `orthogonal_attention` needs only BᵀB.
-    """
+    """Returns BᵀB of the Newton–Schulz basis B by iterations on 2d×2d matrices (end of Section 3)."""
     inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     return newton_schulz_gram(inverse_norm.square() * (m.mT @ m), num_iterations)
 
@@ -184,29 +169,29 @@ def small_skew(scale: float, basis: Tensor, m: Tensor) -> Tensor:
 
 
 def small_skew_dense(scale: float, basis: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Returns [S] = BᵀSB (Eq. 7), and forms the N×N matrix S."""
+    """Returns [S] = BᵀSB (Eq. 7), forming the N×N matrix S."""
     return basis.mT @ (skew(scale, query, key) @ basis)
 
 
 def expm1_times(small: Tensor, products: Tensor) -> Tensor:
-    """Returns (exp[S] − I) BᵀV without forming exp[S], as `orthogonal_attention` computes it."""
+    """Returns (exp[S] − I) BᵀV without forming exp[S]."""
     return phi1_times(small, small @ products)
 
 
 def apply(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Returns the product of Eq. 6 and V, multiplied from right to left: V + B ((exp[S] − I) (BᵀV))."""
+    """Returns V + B ((exp[S] − I) (BᵀV)): the product of Eq. 6 and V, from right to left."""
     products = basis.mT @ value
     return value + basis @ (exponential @ products - products)
 
 
 def apply_dense(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Returns A V with A = I + B (exp[S] − I) Bᵀ (Eq. 6), and forms the N×N matrix A."""
+    """Returns A V, forming the N×N matrix A = I + B (exp[S] − I) Bᵀ (Eq. 6)."""
     identity, small_identity = (torch.eye(n, dtype=value.dtype, device=value.device) for n in basis.shape[-2:])
     return (identity + basis @ (exponential - small_identity) @ basis.mT) @ value
 
 
 def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns softmax(QKᵀ/√d) V, and forms the N×N matrix of softmax."""
+    """Returns softmax(QKᵀ/√d) V, forming the N×N matrix of softmax."""
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
@@ -217,28 +202,21 @@ ORDERS = {  # part → its key in `orders` of paper.yaml
     **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-# sweep → the sizes that grow along the sweep: N alone, or both N and d
+# sweep → the sizes that grow
 JUDGED = {"tokens": "N", "joint": "Nd"}
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # a slope is fitted to this many of a sweep's largest sizes, since exponents are asymptotic
-# The maximum by which a slope may exceed an exponent. A wrong power adds 1 to the slope. Over three doublings, one more
-# Taylor term or squaring after 15 adds 0.03 to the slope, and a lower-order term that is 10 % of the smallest count changes
-# the slope by 0.04.
+# Maximum excess of a slope over an exponent. A wrong power adds 1 to the slope. Over three doublings, a lower-order term of
+# 10 % changes the slope by 0.04, and one more Taylor term or squaring after 15 adds 0.03.
 TOLERANCE = 0.05
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Summarises the costs of Table 1's components, and of OSA as a whole against torch's fused softmax.
+    """Summarises the costs of Table 1's components, and of whole OSA against torch's fused softmax.
 
-    components          each component's order in the paper and its `slopes`
-    table_1             the maximum excess of a component's slope over the paper's exponent
-    linear              the maximum excess of a slope of whole OSA over the paper's exponent
+    table_1, linear     the maximum excess of a slope over the paper's exponent, for components and for whole OSA
     formed              the slopes of operations over N if Eq. 7 forms S, and if Eq. 6 forms A
-    crossings           the N above which OSA is faster than softmax
-    softmax_over_osa    softmax's time divided by OSA's time at `largest_tokens`
-    memory_over_fused   OSA's bytes divided by softmax's bytes at `largest_tokens`
-
-    `crossings`, `softmax_over_osa` and `memory_over_fused` are for a forward and a backward pass.
+    crossings           the N above which OSA is faster than softmax, forward and backward
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components: list[dict[str, Any]] = [
@@ -261,10 +239,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns the exponents of a part's operations and memory along the sweeps of `JUDGED`.
-
-    An exponent is NaN if the sweep has fewer than 3 sizes.
-    """
+    """Returns the exponents of a part's operations and memory in the sweeps of `JUDGED`, or NaN for fewer than 3 sizes."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -275,15 +250,13 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree of an order such as "N d^2 + d^3". It is the degree in N if `symbols` is "N", and the total degree
-    in N and d if `symbols` is "Nd".
-    """
+    """Returns the degree of an order in some symbols: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
-    """Returns the largest excess of a slope over the exponent of its order; NaN if a slope is NaN."""
+    """Returns the largest excess of a slope over the exponent of its order, or NaN if a slope is NaN."""
     places = list(itertools.product(QUANTITIES.values(), JUDGED.items()))
     return float(np.max([own[name][s] - degree(order[name], n) for own, order in measured for name, (s, n) in places]))
 
@@ -295,9 +268,9 @@ def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
 
 
 def crossing(ratio: pd.Series) -> float | None:
-    """Returns the N above which a ratio stays below 1. The ratio is indexed by N, and interpolated on log–log axes.
+    """Returns the N above which a ratio, indexed by N, stays below 1. We interpolate on log–log axes.
 
-    Returns the smallest N if the ratio is always below 1, and None if it is not below 1 at the largest N.
+    Returns the smallest N if the ratio is always below 1, and None if the ratio is not below 1 at the largest N.
     """
     above = np.flatnonzero(ratio >= 1)
     if len(above) == 0:

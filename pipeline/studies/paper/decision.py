@@ -1,9 +1,8 @@
 """Is OSA (QR) as accurate as ViT? Eleven new seeds of each model answer the question, or leave it open.
 
-Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that only seeds 15 to 25
-decide the claim. Their runs follow Table 2's recipe. We judge the runs by the rule and the limit of the claim
-`osa_matches_vit`. Whatever the verdict is, we neither pool these seeds with earlier seeds nor add later seeds. The page
-shows no result until all runs have ended.
+Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25 alone
+decide the claim, by the rule and the limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
+later seeds. The page shows no result until all runs have ended.
 """
 
 from typing import Any
@@ -45,14 +44,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns the verdict on this study's claim, or None until all runs have ended. The study section_5 calls this."""
+    """Returns the verdict on this study's claim, or None until all runs have ended."""
     settings = studies.settings("decision")
     tables = comparison.read(settings, lab.of("decision", settings.reading))
     return judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:
-    """Returns the verdict on a claim's first comparison, or None while a run of one of the two models is missing."""
+    """Returns the verdict on a claim's first comparison, or None while a run is missing."""
     first, second = claim.compare[0]
     if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
         return None
@@ -62,11 +61,9 @@ def judge(claim: Accuracy, results: Results) -> Verdict | None:
 def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:
     """Simulates how often the rule decides.
 
-    Returns:
-        rows        for each true difference in points, the shares of "reproduced" and "contradicted" among the experiments
-        together    two shares of "reproduced" after Holm's correction, for two models of equal accuracy. The first share is
-                    for the case that no other comparison of the family is significant. The second share is for the case
-                    that all other comparisons but one are significant.
+    `rows` has the shares of "reproduced" and "contradicted" for each true difference in points. `together` has two shares of
+    "reproduced" after Holm's correction, for two models of equal accuracy. In the first case no other comparison of the
+    family is significant. In the second case all other comparisons but one are significant.
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

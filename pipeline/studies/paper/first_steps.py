@@ -1,9 +1,8 @@
 """Compares the first training steps of OSA by three methods: Newton–Schulz with the paper's K = 6 and with K = 10, and QR.
 
 All methods start from the same weights and see the same images. Section 3 prefers Newton–Schulz for its stable gradients.
-But the error of Newton–Schulz grows with ‖S‖₂, which nothing bounds during training. A run fails if the mean loss of its
-last steps is not clearly below the loss of guessing. We repeat a failing run in float64 from the same weights, to see the
-effect of rounding.
+But the error of Newton–Schulz grows with ‖S‖₂, which nothing bounds during training. We repeat a failing run in float64, to
+see the effect of rounding.
 
 The study takes one core an hour and a half, so no DVC stage runs it. The command is `python -m pipeline study first_steps`.
 """
@@ -37,7 +36,7 @@ class Settings(comparison.Settings):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures each step of each run: the loss and the gradient of the step, and the `extremes` after the step."""
+    """Measures the loss, the gradient and the `extremes` of each step. A run that fails is repeated in float64."""
     tables = []
     for name, (variant, overrides, seed) in settings.requests():
         config = lab.config(variant, overrides)
@@ -53,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def as_dtype(training: Training, dtype: torch.dtype) -> Training:
-    """Returns the training with the same weights and images in another dtype."""
+    """Converts a training's weights and images to another dtype."""
     data = training.data
     train, test = (replace(images, levels=images.levels.to(dtype)) for images in (data.train_images, data.test_images))
     training.data = replace(data, train_images=train, test_images=test)
@@ -85,21 +84,12 @@ def extremes(training: Training) -> dict[str, float]:
 
 
 def learns(losses: pd.Series, steps: int) -> bool:
-    """Returns whether the mean loss of a run's last steps is below `LEARNT`.
-
-    Returns False for a run that ended early, at a loss that is not finite.
-    """
+    """Returns whether the mean loss of a run's last steps is below `LEARNT`. A run that diverged does not learn."""
     return len(losses) == steps and losses.iloc[-LAST_STEPS:].mean() < LEARNT
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the numbers of failing seeds over all models, and `models` with the following keys for each model.
-
-    failing          the seeds that fail in float32
-    failing_double   the seeds that fail in float64
-    learning         the `extremes_of` the float32 runs that learn
-    lost             the `extremes_of` the float32 runs that fail
-    """
+    """Returns each model's failing seeds, and the `extremes_of` its float32 runs that learn and that fail."""
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
     for name, training in settings.runs.items():
@@ -152,7 +142,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
 
 
 def label_with_count(settings: Settings, lab: Lab, name: str) -> str:
-    """Returns a model's label. The label includes K if K is not the paper's."""
+    """Returns a model's label, with K if K is not the paper's."""
     training = settings.runs[name]
     iterations = training.set.get("variant", {}).get("num_iterations")
     return lab.label(training.variant) + (f", K = {iterations}" if iterations else "")

@@ -13,13 +13,9 @@ MARGIN = 1.0  # a change of more points would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes`, grouped in three ways, and two counts.
+    """Returns the rows of `changes`, by name and by key of params.yaml (`tried`), and the rows that matter.
 
-    topics    the number of details that the paper leaves open
-    tried     the rows of all choices, by key of params.yaml
-    choices   the number of choices of which at least one run exists
-    matter    the rows of the choices that matter
-    changes   the rows of all choices, by name
+    `topics` counts the details that the paper leaves open, and `choices` counts the choices that have a run.
     """
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
@@ -36,9 +32,9 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """Returns a row for each choice: its accuracy, and the change of the accuracy with a 95 % interval.
+    """Returns the change of accuracy by each choice, with a 95 % interval.
 
-    The change is the difference from the mean accuracy of the first reading's runs that start. We assume that both samples
+    The change is the difference from the mean accuracy of the first reading's runs that start. Both samples are assumed to
     have the same spread, so that one run of a choice is enough for an interval. A choice matters if its whole interval lies
     beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """

@@ -1,9 +1,8 @@
 """Compares ViT with OSA without skips and LN on CIFAR-10. Each model has the better of two optimisers.
 
-Short trainings search for the best of three learning rates for each model and optimiser. The best rate is the rate with the
-lowest train loss after the last epoch. A choice by test accuracy would use the test set twice. Long trainings at the best
-rate follow, with other seeds. For each model we take the optimiser whose long trainings end with the lower mean train loss.
-We wrote the claim before the first run. The page shows nothing until all runs have ended.
+Short trainings search for the learning rate with the lowest train loss, for each model and optimiser. Long trainings at this
+rate follow, with other seeds. The better optimiser of a model is the one whose long trainings end with the lower mean train
+loss. We wrote the claim before the first run. The page shows nothing until all runs have ended.
 """
 
 import itertools
@@ -50,10 +49,7 @@ def search_requests(settings: Settings, model: str, optimizer: str) -> dict[floa
 
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
-    """Returns the rate whose short training ends with the lowest train loss.
-
-    The loss of a training that diverged counts as infinite. Returns None until all short trainings have ended.
-    """
+    """Returns the rate whose short training ends with the lowest train loss, or None until all have ended."""
     requests = search_requests(settings, model, optimizer)
     losses = {}
     for rate, request in requests.items():
@@ -64,9 +60,9 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields the name and request of each short training and of each long training.
+    """Yields (name, request) of each training.
 
-    For each pair of a model and an optimiser, the long trainings follow once all short trainings of the pair have ended.
+    The long trainings of a model and an optimiser follow once the short trainings of this pair have ended.
     """
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():
@@ -94,10 +90,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns a row for each model and optimiser, and the verdict.
-
-    Until all runs have ended, there are no rows and the verdict is None.
-    """
+    """Returns a row for each model and optimiser, and the verdict, once all runs have ended."""
     results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}

@@ -1,10 +1,9 @@
 """Is OSA (QR) as accurate as ViT if each model has its own learning rate? The paper gives both models the same rate.
 
 We declared the following before the first run. A search trains each model by Table 2's recipe at three rates with one seed,
-and holds out 5,000 training images. The best rate is the rate with the lowest loss on these images, and nothing else counts.
-If the highest of the three rates is the best, the search also tries a higher rate. The page says whether the best rate is
-the lowest or highest rate that was tried. A training that diverges has an infinite loss. We then train five new seeds of
-each model at its best rate. These runs decide the claim by the limit and the test of `decision`.
+and holds out 5,000 training images. The best rate has the lowest loss on these images. If the highest rate is the best, the
+search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, by the limit and the
+test of `decision`.
 """
 
 from collections.abc import Iterator
@@ -43,10 +42,7 @@ def request(model: str, rate: float, seed: int, **train: Any) -> Request:
 
 
 def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | None]:
-    """Returns the loss on the held-out images at each rate of a model's search.
-
-    The loss is infinite if the training diverged, and None if the training has not ended.
-    """
+    """Returns the held-out loss at each rate of a search: infinite if the training diverged, None if it has not ended."""
     losses = {rate: search_loss(settings, model, rate, lab) for rate in settings.rates}
     if None not in losses.values() and best(losses) == max(settings.rates):
         losses[settings.last_rate] = search_loss(settings, model, settings.last_rate, lab)
@@ -63,15 +59,11 @@ def search_request(settings: Settings, model: str, rate: float) -> Request:
 
 
 def best(losses: dict[float, Any]) -> float:
-    """Returns the rate with the lowest loss."""
     return min(losses, key=losses.__getitem__)
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields the name and request of each training.
-
-    The trainings at a model's best rate follow once the model's search has ended.
-    """
+    """Yields (name, request) of each training. Trainings at a model's best rate follow once the model's search has ended."""
     for model in settings.models:
         losses = searches(settings, model, lab)
         for rate in losses:
@@ -86,15 +78,11 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of all runs requested so far."""
     return comparison.tables_of_requests(requests(settings, lab), lab)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns the power of the comparison. Once all runs have ended, also returns a row for each model and the verdict.
-
-    The row of a model has its best rate, the losses of its search, and its accuracy.
-    """
+    """Returns the power of the comparison and, once all runs have ended, a row for each model and the verdict."""
     claim, results, sizes = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), [len(settings.seeds)] * 2
     power = decision.powers(claim, settings.spreads, settings.differences, sizes)
     summary: dict[str, Any] = {"power": power, "rows": [], "verdict": None}
@@ -110,7 +98,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def verdict(lab: Lab) -> Verdict | None:
-    """Returns the verdict on this study's claim, or None until all runs have ended. The study section_5 calls this."""
+    """Returns the verdict on this study's claim, or None until all runs have ended."""
     settings = studies.settings("own_rate")
     tables = read(settings, lab.of("own_rate", settings.reading))
     return decision.judge(read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables))

@@ -1,15 +1,13 @@
 """Which reading of the recipe is nearest to the paper?
 
-The paper leaves some details of the recipe open. We fill them in as common code bases do.
-
-A run's name joins the names of its configuration and its model, as in fused_standard_vit_noskip_nonorm. The distance of a
+The paper leaves some details of the recipe open. We fill in these details as common code bases do. The distance of a
 configuration from the paper is the root mean square, over its models, of log-odds(mean accuracy of the runs that start) −
 log-odds(the paper's accuracy). In log-odds, a difference of one point weighs more near 100 %.
 
-We call a configuration the recipe if it meets two conditions. Each of the paper's five accuracies lies in the prediction
-interval of one more run that starts. The distance of the configuration is below LIMIT. We fixed this rule before we ran
-seeds 10 to 14, which test PyTorch's defaults. The first reading's ten seeds have a distance of 0.24. In simulated
-experiments with five seeds, the true recipe passes in 79 to 96 % of the experiments, and the first reading in 1 to 3 %.
+We call a configuration the recipe if its distance is below `LIMIT`, and if each of the paper's five accuracies lies in the
+prediction interval of one more run that starts. We fixed this rule before we ran seeds 10 to 14, which test PyTorch's
+defaults. The first reading has a distance of 0.24. In simulated experiments with five seeds, the true recipe passes in 79 to
+96 % of the experiments, and the first reading in 1 to 3 %.
 """
 
 import math
@@ -40,14 +38,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def compare_with_paper(accuracies: dict[str, list[float]], paper: dict[str, float]) -> dict:
-    """Compares a configuration's models with the paper's.
-
-    Returns:
-        models          each model's accuracy, its difference from the paper's accuracy, and whether the paper's accuracy
-                        lies in the prediction interval of one more run
-        distance        the root mean square of the differences in log-odds
-        is_the_recipe   whether we call the configuration the recipe
-    """
+    """Compares each model's accuracy with the paper's. `distance` is the root mean square of the differences in log-odds."""
     models: dict[str, dict[str, Any]] = {}
     for model, values in accuracies.items():
         if values:

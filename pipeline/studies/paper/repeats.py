@@ -38,8 +38,6 @@ class Repeat(Section):
 
 
 class Settings(Section):
-    """The runs to train again, and the reading of the paper that they follow."""
-
     reading: Name
     runs: list[Repeat]
 
@@ -99,14 +97,11 @@ def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Summarises the pairs of trainings.
+    """Summarises the pairs of trainings of the same recipe.
 
     repeated     the number of repeats on the same kind of machine, with the same version of torch
     same_bits    how many of these repeats have the same bits in curves and weights
-    other_bits   both accuracies of each repeat counted in `repeated` but not in `same_bits`
-    elsewhere    for each repeat not counted in `repeated`, the change of accuracy, and whether the repeat's accuracy lies in
-                 the prediction interval of one more seed
-    replaced     both accuracies of each training that replaces a committed one
+    elsewhere    the other repeats, and whether their accuracies lie in the prediction interval of one more seed
     """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]

@@ -1,9 +1,8 @@
 """Does rounding decide whether a run starts to learn?
 
-A run starts if its train loss is clearly below the loss of guessing after half of the training. We repeat a run that did not
-start. Each repeat has initial weights that differ by a millionth, set by `train.perturbation`. If some repeats start and
-others do not, a change far smaller than any choice of a recipe decides whether a run starts. The page shows nothing until
-all runs have ended.
+We repeat a run whose train loss was still near the loss of guessing after half of the training. Each repeat has initial
+weights that differ by a millionth, set by `train.perturbation`. If some repeats start and others do not, a change far
+smaller than any choice of a recipe decides whether a run starts. The page shows nothing until all runs have ended.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """Do the claims of Section 5 hold in our runs of Table 2? claims.yaml states the claims.
 
-pipeline/statistics/verdicts.py has the rule by which we judge the claims. The study measures nothing. The stage `tables`
-gathers the runs.
+pipeline/statistics/verdicts.py has the rule by which we judge the claims, and the stage `tables` gathers the runs.
 """
 
 import math
@@ -39,9 +38,9 @@ ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # limits of the axes: percentage points for accuracy, and ratios for speed
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # limits of the axes: points, and ratios
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # `epoch_ratios` takes the second model's loss after each of these shares of its training
+FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training, for `epoch_ratios`
 
 
 def results_of(lab: Lab) -> Results:
@@ -78,9 +77,9 @@ def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[s
 
 
 def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns the verdicts of Table 2's runs.
+    """Judges Table 2's runs.
 
-    If new seeds have decided a claim, their verdict replaces the verdict of Table 2's runs. `before` has the replaced
+    If new seeds have decided a claim, their verdict replaces the verdict of Table 2's runs, and `before` has the replaced
     verdict.
     """
     judged = judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab)
@@ -98,22 +97,17 @@ def baseline(claim: AnyClaim) -> str:
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """Returns the verdicts of new seeds on the claims in `FRESH`, except for claims that still wait for runs."""
+    """Returns the verdicts of new seeds on the claims in `FRESH`, without claims that still wait for runs."""
     found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
 
 def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -> dict:
-    """Summarises the verdicts of the primary comparisons. Verdicts in `fresh` replace the verdicts of Table 2's runs.
+    """Counts the verdicts of the primary comparisons. Verdicts in `fresh` replace the verdicts of Table 2's runs.
 
-    Returns:
-        The numbers that `count` returns, and
-
-        reproduces         the names of the comparisons that are reproduced
-        leaves_open        the names of the comparisons that are undecided
-        adjusted           Holm's adjusted p-value of each comparison
-        together           the number of comparisons that hold at a family-wise error of 5 %
-        family_p           the maximum adjusted p-value of these comparisons; None if no comparison holds
+    adjusted   Holm's adjusted p-value of each comparison
+    together   the number of comparisons that hold at a family-wise error of 5 %
+    family_p   the maximum adjusted p-value of these comparisons; None if no comparison holds
     """
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh
@@ -132,7 +126,7 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Returns the number of verdicts with each word, of all verdicts, and of verdicts that are open."""
+    """Returns the numbers of all verdicts, of open verdicts, and of verdicts with each word."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
@@ -141,11 +135,9 @@ def count(verdicts) -> dict[str, int]:
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
     """Returns a row for each train loss that the second model reaches after one of `FRACTIONS` of its training.
 
-    loss    the train loss
-    epoch   the median epoch at which the second model reaches this loss
-    ratio   the first model's epochs to this loss divided by the second model's epochs, estimated as in claims of speed
-
-    If half of the runs of a model never reach a loss, the loss has no row.
+    `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to the loss
+    divided by the second model's, estimated as in claims of speed. If half of the runs of a model never reach a loss, the
+    loss has no row.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
@@ -213,10 +205,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws a curve for each comparison: the ratio of the two models' epochs to a train loss, against that loss.
-
-    A vertical line marks the train loss at which the claim is judged.
-    """
+    """Draws the ratio of two models' epochs to a train loss, over the loss. A vertical line marks the loss of the claim."""
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

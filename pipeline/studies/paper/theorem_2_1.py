@@ -1,8 +1,8 @@
 """Theorem 2.1: exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K].
 
-The methods "qr" and "exact" must give the dense exponential up to rounding. This checks the code. Newton–Schulz (Eq. 9)
-stops before B is orthonormal. How far is its A from exp(S)? We vary ‖S‖₂ and cond(M) of Gaussian matrices M. We also measure
-the layers of the models as initialised.
+The methods "qr" and "exact" must give the dense exponential up to rounding. Newton–Schulz (Eq. 9) stops before B is
+orthonormal. How far is its A from exp(S)? We vary ‖S‖₂ and cond(M) of Gaussian matrices M, and measure layers as
+initialised.
 """
 
 import itertools
@@ -37,15 +37,12 @@ NORM = 1.0  # ‖S‖₂ while cond(M) varies
 class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[17, 4], [50, 16]])  # (N, d_v) of a small head and of the paper's heads
-    norms: list[PositiveFloat] = Field([1e-3, 1e-2, 0.1, 1, 3, 10, 30, 100], min_length=1)  # norms of S
-    conditions: list[Condition] = Field([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8], min_length=1)  # condition numbers of M
+    norms: list[PositiveFloat] = Field([1e-3, 1e-2, 0.1, 1, 3, 10, 30, 100], min_length=1)  # ‖S‖₂
+    conditions: list[Condition] = Field([1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8], min_length=1)  # cond(M)
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ‖A − exp(S)‖₂ for every case, method and precision.
-
-    A layer has a row for each head, from the image with the largest error.
-    """
+    """Measures ‖A − exp(S)‖₂ for every case, method and precision."""
     rows = []
     for (tokens, width), seed in itertools.product(settings.sizes, settings.seeds):
         m = lab.normal(seed, f"theory/exponential/{tokens}x{width}", tokens, 2 * width)
@@ -70,9 +67,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> list[dict]:
     """Returns a row for each precision and head, from the image with the largest error.
 
-    Args:
-        query, key: (images, h, N, d_v).
-        scale: (h, 1, 1).
+    `query` and `key` are (images, h, N, d_v), and `scale` is (h, 1, 1).
     """
     rows = []
     for name, dtype in DTYPES.items():
@@ -98,17 +93,11 @@ def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method,
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
     """Bounds the rounding in `exponential_error`: γ (1 + μ) for "qr" and γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
-    γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, whether or not S is formed. The error of exp(S) is at most the
-    error of S (Lemma C.7). The method "exact" computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The
-    products with Z add one factor μ to the error, and the products with scale · M and Mᵀ add another factor μ. The functions
-    of Z between these products act as functions of S, and their norms are at most 1.
+    γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, and bounds the error of exp(S) (Lemma C.7). The method "exact"
+    computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The products with Z add one factor μ to the
+    error, and the products with scale · M and Mᵀ add another factor μ.
 
-    Args:
-        query, key: (..., N, d_v).
-        scale: (..., 1, 1).
-
-    Returns:
-        (...).
+    `query` and `key` are (..., N, d_v), `scale` is (..., 1, 1), and the result is (...).
     """
     m = torch.cat([query, key], dim=-1)
     size = norm(m.double()).square() * scale.double().abs()[..., 0, 0]  # μ, (...)

@@ -1,8 +1,7 @@
 """Theorem 2.2: Σ_l = X_l X_lᵀ = A Σ₀ Aᵀ with A ∈ SO(N), so every depth keeps the rank and eigenvalues of Σ₀.
 
-We stack layers with one head, without MLP, skip or norm. The product W^V W^O is an orthogonal matrix. The methods "qr" and
-"exact" must keep the spectrum up to rounding. This checks the code. How do Newton–Schulz, softmax, and softmax with a skip
-change the spectrum? The tokens are Gaussian or come from an image.
+We stack layers with one head and an orthogonal W^V W^O, without MLP, skip or norm. The methods "qr" and "exact" must keep
+the spectrum up to rounding. How do Newton–Schulz, softmax, and softmax with a skip change the spectrum?
 """
 
 import itertools
@@ -79,7 +78,7 @@ def _image_tokens(lab: Lab, seed: int) -> Tensor:
 
 
 def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
-    """Returns the method and the α of each stack of orthogonal attention, by the name of the stack."""
+    """Returns the method and the α of each stack of orthogonal attention, by the stack's name."""
     return {f"{method}, alpha {alpha:g}": (method, alpha) for alpha, method in itertools.product(settings.alphas, METHODS)}
 
 
@@ -93,14 +92,9 @@ def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[
 def attention_stack(
     x: Tensor, weights: list[tuple[Tensor, Tensor, Tensor]], attention: Callable[..., Tensor], skip: bool
 ) -> Iterator[Tensor]:
-    """Yields X₀ = x, and then X_l = attention(X W^Q_l, X W^K_l, X W_l) of each layer l, where X = X_{l−1}.
+    """Yields X₀ = x, and then X_l = attention(X W^Q_l, X W^K_l, X W_l) of each layer l, where X = X_{l−1}, (N, d).
 
-    If `skip` is true, each layer adds X to the result of the attention.
-
-    Args:
-        x: (N, d).
-        weights: W^Q, W^K and W = W^V W^O of each layer, each (d, d): one head, no MLP (Theorem 2.2).
-        attention: (query, key, value) → (N, d).
+    If `skip` is true, each layer adds X. `weights` has W^Q, W^K and W = W^V W^O of each layer, each (d, d).
     """
     yield x
     for w_query, w_key, w_value in weights:
@@ -112,8 +106,7 @@ def attention_stack(
 def kernel_eigenvalues(x: Tensor) -> Tensor:
     """Returns the min(N, d) largest eigenvalues of Σ = X Xᵀ, in descending order, for X (N, d).
 
-    The other eigenvalues are zero. We square the singular values of X, since an eigendecomposition of X Xᵀ would lose
-    eigenvalues below eps · λ₁.
+    We square the singular values of X, since an eigendecomposition of X Xᵀ would lose eigenvalues below eps · λ₁.
     """
     return torch.linalg.svdvals(x).square()
 
@@ -130,13 +123,7 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the largest relative changes of an eigenvalue, and effective ranks of images.
-
-    float64         the check of the largest change by "qr" and "exact"
-    newton_schulz   the largest change by Newton–Schulz
-    rank            the effective rank before the first layer and after the last layer of each softmax stack, as the mean
-                    over seeds
-    """
+    """Returns the largest changes of an eigenvalue, and effective ranks of images before and after the softmax stacks."""
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()

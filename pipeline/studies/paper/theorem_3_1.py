@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
-The proof needs a B whose singular values σᵢ are at most 1. Newton–Schulz (Eq. 9) gives such a B, so the bounds check the
-code. Do the bounds hold with Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in the layers of
-a model? We vary K, cond(M) and ‖S‖₂. We also measure the layers of the models as initialised, with the K of each model.
+The proof needs a B whose singular values σᵢ are at most 1. Newton–Schulz (Eq. 9) gives such a B. Do the bounds hold with
+Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in a model? We vary K, cond(M) and ‖S‖₂ of
+Gaussian matrices M, and measure layers as initialised, with the K of each model.
 """
 
 import itertools
@@ -39,15 +39,15 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUND_COLUMNS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one dash pattern for each condition number in the figure
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one for each cond(M) in the figure
 
 
 class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[50, 16]])  # (N, d_v) of the paper's heads
     iterations: PositiveInt = 12  # maximum K
-    norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # norms of S that trained layers have
-    conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # condition numbers of M
+    norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # ‖S‖₂ of trained layers
+    conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # cond(M)
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -72,11 +72,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
     """Returns a row for each algorithm, S and K, and in a model's layers also for each image and head.
 
-    Args:
-        m: ([images, h,] N, 2d_v).
-        condition: cond(M), ([images, h]).
-        skews: each S, ([images, h,] N, N).
-        counts: values of K, in rising order.
+    M is ([images, h,] N, 2d_v), `condition` is cond(M), ([images, h]), and each of `skews` is ([images, h,] N, N). `counts`
+    has the values of K, in rising order.
     """
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():
@@ -96,13 +93,9 @@ def _bases(m: Tensor, num_iterations: int) -> dict[str, list[Tensor]]:
 
 
 def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[Tensor]:
-    """Iterates M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k, from M₀ = M/(‖M‖_F + ε) for M (..., N, 2d_v).
+    """Returns M₁, M₂, … with M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k and M₀ = M/(‖M‖_F + ε).
 
-    The coefficients (1.5, −0.5, 0) at every step give Eq. 9. With the coefficients of Amsel et al. (2025), singular values
-    exceed 1 before they converge to 1.
-
-    Returns:
-        M₁, M₂, …, each (..., N, 2d_v).
+    Each matrix is (..., N, 2d_v). The coefficients (1.5, −0.5, 0) at every step give Eq. 9.
     """
     basis = m / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     bases = []
@@ -134,8 +127,8 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
         (e^‖S‖ − 1)² / 4                         Eq. 11
         (e^(σ₁²‖S‖) − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|   for B of any norm
 
-    σᵢ are the singular values of B (..., N, r). The proof (Eq. 41 and 43) drops the factors ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹, because
-    Newton–Schulz keeps σᵢ ≤ 1. With these factors, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
+    σᵢ are the singular values of B (..., N, r). The proof (Eq. 41 and 43) drops the factors ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹, which are
+    at most 1 for Newton–Schulz. With these factors, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
     """
     squares = torch.linalg.svdvals(basis).square()
     gap = (squares * (squares - 1)).abs().amax(-1)
@@ -144,18 +137,7 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in layers.
-
-    eq_10, eq_11        the worst case of each bound for Newton–Schulz
-    polar_express       the following keys for Polar Express
-        cases           the number of cases
-        above_10        the number of cases whose error exceeds Eq. 10
-        most_above_10   the maximum ratio of the error to Eq. 10
-        last_above_10   the maximum K at which the error exceeds Eq. 10; 0 if no error exceeds Eq. 10
-        general         the worst case of the bound for B of any norm
-    initial             the largest ‖AᵀA − I‖₂ of Newton–Schulz in layers as initialised
-    trained             for each trained model, the summary over seeds of the largest ‖AᵀA − I‖₂
-    """
+    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in layers as initialised and as trained."""
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
     above = express[express["error"] > express["bound_10"]]
@@ -181,11 +163,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws two panels over K.
-
-    The first panel shows the error at the ‖S‖₂ nearest to 1, by cond(M). The second panel shows the maximum ratio of the
-    error to Eq. 10.
-    """
+    """Draws over K the error at the ‖S‖₂ nearest to 1, by cond(M), and the maximum ratio of the error to Eq. 10."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -50,8 +50,7 @@ def terms_and_jacobian(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns J₁ and J₂ of Eq. 13, and J by automatic differentiation, each (N·d, N·d).
 
-    J₁ needs the derivative ∂A. For A = exp(S), we compute ∂A in closed form. For Newton–Schulz, A is not exp(S), and we
-    compute ∂A by automatic differentiation.
+    J₁ needs ∂A, which has a closed form for A = exp(S). The A of Newton–Schulz needs automatic differentiation.
     """
     w_query, w_key, w_value, w_out = weights
 
@@ -84,11 +83,7 @@ def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float
 def jacobian_terms(x: Tensor, a: Tensor, a_jacobian: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Returns J₁ = (X W ⊗ I_N)ᵀ ∂vec A/∂vec X and J₂ = Wᵀ ⊗ A of Eq. 13, each (N·d, N·d), with W = W^V W^O.
 
-    Args:
-        x: (N, d).
-        a: A(X), (N, N).
-        a_jacobian: ∂vec A/∂vec X, (N², N·d).
-        w: (d, d).
+    X is (N, d), A is (N, N), ∂vec A/∂vec X is (N², N·d), and W is (d, d).
     """
     identity = torch.eye(len(x), dtype=x.dtype)
     return torch.kron(x @ w, identity).mT @ a_jacobian, torch.kron(w.mT.contiguous(), a)

@@ -27,10 +27,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the singular values of W̃ of each head.
-
-    Section 4's initialisation is measured in float32 and float64, and Xavier's in float64.
-    """
+    """Measures the singular values of W̃ of each head, by Section 4 in float32 and float64, and by Xavier in float64."""
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():
@@ -45,10 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelfAttention) -> list[dict]:
-    """Returns a row for each head.
-
-    The row has the 2d_v nonzero singular values of W̃, their maximum and minimum, their maximum distance from 1, and κ(W̃).
-    """
+    """Returns a row for each head, with the 2d_v nonzero singular values of W̃ and κ(W̃)."""
     d, heads = attention.embed_dim, attention.num_heads
     query, key = (linear.weight.unflatten(0, (heads, -1)).mT for linear in (attention.query, attention.key))
     rows = []

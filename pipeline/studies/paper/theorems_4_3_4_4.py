@@ -47,10 +47,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures one head on Gaussian tokens for each size, seed, method and α, and the layers of models as initialised.
-
-    The row of a layer has κ(J) and ‖J‖₂ of the first head on one image, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
-    """
+    """Measures one head on Gaussian tokens for each size, seed, method and α, and the layers of models as initialised."""
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
         generator = lab.generator(seed, f"theory/alpha/{tokens}x{d}x{heads}")
@@ -70,12 +67,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
     """Returns the quantities of both theorems for one head.
 
-    norm                   ‖S‖₂
-    first_norm             ‖J₁‖₂
-    constant               C of the bound ‖J₁‖₂ ≤ Cα
-    deviation              δ = maxᵢ |σᵢ(A) − 1|
-    kappa, bound           κ(J) and its bound
-    excess, bound_excess   κ(J) − 1 and its bound. For small α, a file has too few digits to tell κ(J) from 1.
+    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1, because a file has too few digits to tell κ(J) from 1 for
+    small α.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -98,10 +91,7 @@ def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Met
 
 
 def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -> Tensor:
-    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed.
-
-    The difference J − J₂ would be less accurate.
-    """
+    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed. J − J₂ would be less accurate."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 
@@ -123,22 +113,15 @@ def first_term_constant(x: Tensor, width: int) -> float:
 
 
 def condition_bound(deviation: float, first_norm: float) -> float:
-    """Returns (1 + δ + ‖J₁‖₂)/(1 − δ − ‖J₁‖₂), Eq. 16 with ‖J₁‖₂ in place of Cα.
-
-    Returns ∞ if the denominator is not positive.
-    """
+    """Returns (1 + δ + ‖J₁‖₂)/(1 − δ − ‖J₁‖₂), Eq. 16 with ‖J₁‖₂ in place of Cα, or ∞ if the denominator is not positive."""
     rest = 1 - deviation - first_norm
     return (1 + deviation + first_norm) / rest if rest > 0 else math.inf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns three checks of one head, and condition numbers in the models.
+    """Checks the slope of log ‖J₁‖₂ over log α, the bound on ‖J₁‖₂, and the bound on κ(J) of one head.
 
-    slope        |slope − 1| of log ‖J₁‖₂ over log α
-    first_term   ‖J₁‖₂ against Cα, for methods with A = exp(S)
-    condition    κ(J) − 1 against its bound, if δ + ‖J₁‖₂ < 1
-    head         the largest κ(J) of a layer's first head: as initialised, and in each trained model
-    layer        the median over layers of κ(Σᵢ W^Vᵢ W^Oᵢ), as initialised
+    Also returns the largest κ(J) of a layer's first head, and the median of κ(Σᵢ W^Vᵢ W^Oᵢ) over layers.
     """
     alphas, layers = tables["alphas"], tables["layers"]
     identical = alphas[alphas["method"] != "newton_schulz"]
@@ -165,11 +148,7 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws two panels.
-
-    The first panel shows κ(J) − 1 of one head and its bound over α. The second panel shows κ of one head and κ of the whole
-    layer for each layer of a model.
-    """
+    """Draws κ(J) − 1 of one head and its bound over α, and κ of the first head and of the whole layer for each layer."""
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]
     own = alphas[(alphas["method"] == "exact") & (alphas[SIZE] == alphas[SIZE].iloc[0]).all(axis=1)]

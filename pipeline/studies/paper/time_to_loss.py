@@ -1,7 +1,6 @@
 """Converts Section 5's claims of speed from epochs to seconds, by the ratio of two models' seconds per step.
 
-All models take the same number of steps per epoch. pipeline/benchmarks timed a step on several machines. The claims are
-about epochs, so the ratios of seconds have no verdict.
+All models take the same number of steps per epoch. The claims are about epochs, so the ratios of seconds have no verdict.
 """
 
 import itertools
@@ -24,12 +23,9 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns the names of the machines, and a row for each OSA model and each baseline.
+    """Returns a row for each OSA model and each baseline.
 
-    models    the OSA model and the baseline
-    epochs    the verdict on the ratio of the two models' epochs
-    keeps     the smallest limit with which the claim is reproduced
-    seconds   the ratio of the two models' seconds on each machine; NaN if the machine has not timed both models
+    `keeps` is the smallest limit with which the claim is reproduced. A ratio of seconds is NaN if the machine lacks a model.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
@@ -44,10 +40,9 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def step_seconds() -> dict[str, Mapping[str, float]]:
-    """Returns the seconds of each model's training step, by machine.
+    """Returns the seconds of each model's training step, by machine, CPUs first.
 
-    CPUs come first. Models on CPUs have trained weights if the benchmark timed trained weights, and initial weights
-    otherwise. Models on GPUs have initial weights, and replay CUDA graphs.
+    On CPUs, models have trained weights if the benchmark timed trained weights. On GPUs, models have initial weights.
     """
     machines: dict[str, Mapping[str, float]] = {}
     for path in measured("step.csv"):

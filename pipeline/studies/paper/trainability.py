@@ -1,9 +1,8 @@
 """Trainability: does OSA make Transformers without skips and normalisation easier to train?
 
-We measure networks of several depths as initialised. We combine each of three attentions, OSA (QR), OSA (NS) and softmax,
-with each of two initialisations of the MLPs, SUO and Xavier. The paper uses SUO for OSA and Xavier for the ViTs. Our
-combinations separate the effect of attention from the effect of the MLPs. The paper's models change both at once. We also
-measure ViTs with normalisation.
+We measure networks of several depths as initialised. The paper uses SUO in the MLPs of OSA and Xavier in the MLPs of the
+ViTs. To separate attention from MLPs, we combine OSA (QR), OSA (NS) and softmax with SUO and with Xavier. We also measure
+ViTs with normalisation.
 """
 
 import itertools
@@ -33,16 +32,12 @@ class Settings(Section):
     seeds: Seeds
     depths: Depths
     gradient_images: PositiveInt = 16  # number of test images for the loss whose gradient is measured
-    samples: PositiveInt = 8  # draws for Hutchinson's estimate of a Frobenius norm; 8 draws give an error of a few per cent
-    # A few iterations are enough. In a product of many matrices, one singular value is much larger than the others.
-    power_iterations: PositiveInt = 10
+    samples: PositiveInt = 8  # draws for Hutchinson's estimator; 8 draws give an error of a few per cent
+    power_iterations: PositiveInt = 10  # few, since one singular value of a product of many matrices dominates
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ∂logits/∂X₀, the loss's gradient in the first and last block, and ∂X_L/∂X₀ through attention alone.
-
-    A Jacobian is for one test image per seed. The loss is over several test images per seed.
-    """
+    """Measures ∂logits/∂X₀, the loss's gradient in the first and last block, and ∂X_L/∂X₀ through attention alone."""
     networks, attentions = [], []
     for (variant, mlp), depth, seed in itertools.product(MODELS, settings.depths, settings.seeds):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"mlp_init": mlp}})
@@ -52,8 +47,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        # `attention_jacobian` leaves out the MLPs, so we call it once per variant, and not for each `mlp`.
-        if mlp == lab.config(variant).variant.mlp_init:
+        if mlp == lab.config(variant).variant.mlp_init:  # once per variant, since `attention_jacobian` has no MLPs
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))
@@ -82,7 +76,7 @@ def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> 
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
-    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ for the network without MLPs, and does not form the Jacobian."""
+    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ for the network without MLPs, without forming the Jacobian."""
 
     def attend(x: Tensor) -> Tensor:
         for block, attention, _ in blocks_of(model):
@@ -100,9 +94,7 @@ def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, 
 def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_samples: int, generator: Generator) -> float:
     """Estimates ‖∂f/∂X‖_F by Hutchinson's estimator: the root of the mean of ‖Jᵀu‖² over Gaussian u.
 
-    Args:
-        function: (batch, N, d) → (batch, ...), which maps each item of the batch independently.
-        x: (N, d).
+    `x` is (N, d). `function` maps (batch, N, d) → (batch, ...), each item of the batch independently.
     """
     copies = x.detach().repeat(num_samples, 1, 1).requires_grad_()
     y = function(copies)
@@ -113,10 +105,7 @@ def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_sampl
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each model: geometric means over seeds.
 
-    kept             the factor per block by which ‖∂logits/∂X₀‖_F changes with depth
-    attention_kept   the factor per block by which ‖∂X_L/∂X₀‖_F changes with depth, without the MLPs
-    kappa            κ(∂logits/∂X₀) at the minimum and the maximum depth
-    first_gradient   the norm of the first block's gradient at the minimum and the maximum depth
+    `kappa` and `first_gradient` are at the minimum and the maximum depth. `attention_kept` is without the MLPs.
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]
@@ -133,10 +122,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def kept_per_block(table: pd.DataFrame, column: str) -> float:
-    """Returns the factor per block by which a column changes with depth.
-
-    The factor is exp of the slope of log(column) over depth. The slope is averaged over seeds.
-    """
+    """Returns the factor per block by which a column changes with depth, as a geometric mean over seeds."""
     slopes = [np.polyfit(own["depth"], np.log(own[column]), 1)[0] for _, own in table.groupby("seed")]
     return float(np.exp(np.mean(slopes)))
 

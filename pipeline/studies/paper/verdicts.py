@@ -1,9 +1,8 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-We simulate two cases. In the first, the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is
-an error. In the second, the truth is the paper's Table 2. The value of a run has a normal distribution, with the spread that
-claims.yaml declares. A share of the runs fails to start learning: runs of both models in the first case, and only runs of
-OSA (NS) in the second.
+For the error rates, the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error. For
+the power, the truth is the paper's Table 2. The value of a run has a normal distribution, with the spread that claims.yaml
+declares. A share of the runs fails to start: of both models for the error rates, and of OSA (NS) alone for the power.
 """
 
 import itertools
@@ -79,11 +78,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced" for each share of failing runs and number of runs.
-
-    errors   with the truth at a limit: the largest rate over pairs, and the family's rate
-    power    with the truth at the paper's values: each pair's rate
-    """
+    """Returns rates of "reproduced": errors with the truth at a limit, and power with the truth at the paper's values."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

@@ -7,15 +7,12 @@ Only the paper's literal formulas test this expectation, since no gradient passe
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from pipeline.benchmarks.measurements import TRAINED, measured
 from pipeline.core import files, provenance
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
-
-PAPER = {"tokens": 50, "width": 16}  # the size of one head of the paper's models
-SOFTMAX_CALLS = ("sdpa", "cudnn")
-WIDTH = 64  # d_v in gpu_attention.csv
-PASS = "forward and backward"
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
@@ -29,7 +26,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 def ns_over_qr(path: Path) -> dict[str, Any]:
     """Returns the time of Newton–Schulz divided by the time of QR, by the paper's literal formulas and by our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
-    own = table[(table["tokens"] == PAPER["tokens"]) & (table["width"] == PAPER["width"]) & (table["pass"] == PASS)]
+    own = table.query("tokens == 50 and width == 16 and `pass` == 'forward and backward'")  # a head of the paper's models
     seconds = own.set_index("method")["seconds"]
     return {
         "machine": provenance.machine(facts["environment"]),
@@ -41,15 +38,14 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 def against_softmax(path: Path) -> dict[str, Any]:
     """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂."""
     table = files.read_csv(path)
-    whole = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")]
-    rows = []
+    whole, rows = table.query("part == 'all' and how == 'replay' and work == 'both'"), []
     for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):
-        softmax = own.loc[own["method"].isin(SOFTMAX_CALLS), "seconds"].min()
+        softmax = own.loc[own["method"].isin(["sdpa", "cudnn"]), "seconds"].min()
         exact = own[own["method"] == "exact"].set_index("norm")["seconds"]
         speeds = [{"norm": norm, "speed": float(softmax / seconds)} for norm, seconds in exact.items()]
         rows.append({"heads": int(batch * heads), "tokens": int(tokens), "speeds": speeds})
-    device = provenance.short_name({"device_name": table["device"].iloc[0], "num_threads": None})
-    return {"machine": device, "width": WIDTH, "rows": sorted(rows, key=lambda row: (row["tokens"], -row["heads"]))}
+    rows.sort(key=lambda row: (row["tokens"], -row["heads"]))
+    return {"machine": provenance.short_name(gpu_of(table)), "width": 64, "rows": rows}  # the file times heads of width 64
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
@@ -63,7 +59,12 @@ def on_gpu(path: Path) -> dict[str, Any]:
     """Returns each model's step time divided by ViT's, for initial weights."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
-    return machine_rows({"device_name": table["device"].iloc[0], "num_threads": None}, over_vit.to_dict())
+    return machine_rows(gpu_of(table), over_vit.to_dict())
+
+
+def gpu_of(table: pd.DataFrame) -> dict[str, Any]:
+    """Returns the environment of a table of times on a GPU, with the keys that `provenance.short_name` needs."""
+    return {"device_name": table["device"].iloc[0], "num_threads": None}
 
 
 def machine_rows(environment: dict, over_vit: dict[str, float]) -> dict[str, Any]:

@@ -5,9 +5,6 @@ All models take the same number of steps per epoch. The claims are about epochs,
 
 import itertools
 import math
-from collections.abc import Mapping
-
-import pandas as pd
 
 from pipeline.benchmarks.measurements import OURS, TRAINED, measured
 from pipeline.core import files, provenance
@@ -16,6 +13,7 @@ from pipeline.statistics.verdicts import Verdict
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
+from pipeline.studies.paper.benchmarks import gpu_of
 from pipeline.studies.paper.section_5 import baseline, results_of
 
 SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
@@ -33,37 +31,30 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
         second = baseline(claim)
         epochs = claim.verdict(model, second, results, NOTHING)
         if math.isfinite(epochs.estimate):
-            steps = [step.get(model, math.nan) / step.get(second, math.nan) for step in machines.values()]
-            seconds = [in_seconds(epochs, step) for step in steps]
+            seconds = []
+            for times in machines.values():
+                step = times.get(model, math.nan) / times.get(second, math.nan)
+                ratio = {"estimate": step * epochs.estimate, "low": step * epochs.low, "high": step * epochs.high}
+                seconds.append({"step": step} | ratio)
             rows.append({"models": [model, second], "epochs": epochs, "keeps": least_limit(epochs), "seconds": seconds})
     return {"machines": [*machines], "rows": rows}
 
 
-def step_seconds() -> dict[str, Mapping[str, float]]:
+def step_seconds() -> dict[str, dict[str, float]]:
     """Returns the seconds of each model's training step, by machine, CPUs first.
 
     On CPUs, models have trained weights if the benchmark timed trained weights. On GPUs, models have initial weights.
     """
-    machines: dict[str, Mapping[str, float]] = {}
+    timed = []
     for path in measured("step.csv"):
         table = files.read_csv(path)
         own = table[table["code"] == OURS]
         trained = own[own["weights"] == TRAINED]
-        environment = files.read_json(path.with_suffix(".json"))["environment"]
-        machines[provenance.short_name(environment)] = seconds_of(own if trained.empty else trained)
+        timed.append((files.read_json(path.with_suffix(".json"))["environment"], own if trained.empty else trained))
     for path in measured("gpu_step.csv"):
         table = files.read_csv(path)
-        machines[provenance.short_name({"device_name": table["device"].iloc[0], "num_threads": None})] = seconds_of(table)
-    return machines
-
-
-def seconds_of(table: pd.DataFrame) -> dict[str, float]:
-    return table.set_index("model")["seconds"].to_dict()
-
-
-def in_seconds(epochs: Verdict, step: float) -> dict[str, float]:
-    """Converts a ratio of epochs and its interval to seconds, by the ratio of step times."""
-    return {"step": step, "estimate": step * epochs.estimate, "low": step * epochs.low, "high": step * epochs.high}
+        timed.append((gpu_of(table), table))
+    return {provenance.short_name(machine): table.set_index("model")["seconds"].to_dict() for machine, table in timed}
 
 
 def least_limit(verdict: Verdict) -> float:

@@ -29,19 +29,19 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each comparison of the claims whose runs have all ended. Without baselines there are no rows."""
-    results, claims = with_table_2(tables, lab), read_claims(CLAIMS_FILE)
-    num_runs = {name: len(results.runs_of(name)) for name in settings.runs}
-    whole = {*BASELINES} | {name for name, training in settings.runs.items() if num_runs[name] == len(training.seeds)}
-    summary: dict[str, Any] = {"has_baselines": has_baselines(lab), "rows": []}
-    for rule in CLAIMS if summary["has_baselines"] else ():
+    if not has_baselines(lab):
+        return {"has_baselines": False, "rows": []}
+    results, claims, rows = with_table_2(tables, lab), read_claims(CLAIMS_FILE), []
+    waiting = {name for name, training in settings.runs.items() if len(results.runs_of(name)) < len(training.seeds)}
+    for rule in CLAIMS:
         claim = claims[rule]
         assert isinstance(claim, Comparison)
-        if not whole.issuperset(claim.models):
+        if not waiting.isdisjoint(claim.models):
             continue
         for pair, verdict in zip(claim.compare, claim.judge(results).values(), strict=True):
             first, second = (described(settings, results, name) for name in pair)
-            summary["rows"].append({"claim": rule, "verdict": verdict, "first": first, "second": second})
-    return summary
+            rows.append({"claim": rule, "verdict": verdict, "first": first, "second": second})
+    return {"has_baselines": True, "rows": rows}
 
 
 def results_of_ablations(lab: Lab) -> Results:

@@ -29,18 +29,12 @@ class Settings(comparison.Settings):
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Returns the power of the comparison and, once all runs have ended, both models' accuracies and the verdict."""
-    claim = read_claim(CLAIMS_FILE, CLAIM, Accuracy)
+    claim, results, rows = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), []
     sizes = [len(training.seeds) for training in settings.runs.values()]
-    summary: dict[str, Any] = {
-        "power": powers(claim, settings.spreads, settings.differences, sizes),
-        "rows": [],
-        "verdict": None,
-    }
-    results = Results(tables)
+    power = powers(claim, settings.spreads, settings.differences, sizes)
     if verdict := judge(claim, results):
         rows = [{"variant": name, "accuracy": summary_of(results.accuracies(name))} for name in settings.runs]
-        summary |= {"rows": rows, "verdict": verdict}
-    return summary
+    return {"power": power, "rows": rows, "verdict": verdict}
 
 
 def verdict(lab: Lab) -> Verdict | None:

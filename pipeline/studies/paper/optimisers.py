@@ -9,11 +9,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-import pandas as pd
 from pydantic import Field
 
 from pipeline.config.params import Name, Overrides, PositiveFloat, PositiveInt, Section, Seed, Seeds
-from pipeline.results.runs import tables_of
 from pipeline.statistics.claims import Results, read_claims
 from pipeline.statistics.intervals import summary_of
 from pipeline.studies import Request, Study, Tables, comparison
@@ -21,7 +19,6 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
 
 CLAIM = "osa_matches_vit_with_better_optimisers"
-SEARCH = "_search"  # suffix of a short training's name
 
 
 class Settings(Section):
@@ -50,13 +47,10 @@ def search_requests(settings: Settings, model: str, optimizer: str) -> dict[floa
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
     """Returns the rate whose short training ends with the lowest train loss, or None until all have ended."""
-    requests = search_requests(settings, model, optimizer)
-    losses = {}
-    for rate, request in requests.items():
-        if (loss := comparison.last_loss(request, "train_loss", lab)) is None:
-            return None
-        losses[rate] = loss
-    return min(losses, key=losses.__getitem__)
+    losses: dict[float, Any] = {}
+    for rate, each in search_requests(settings, model, optimizer).items():
+        losses[rate] = comparison.last_loss(each, "train_loss", lab)
+    return None if None in losses.values() else min(losses, key=losses.__getitem__)
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
@@ -66,7 +60,7 @@ def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
     """
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():
-            yield f"{model}_{optimizer}{SEARCH}", each
+            yield f"{model}_{optimizer}_search", each
         if (rate := best_rate(settings, model, optimizer, lab)) is not None:
             for seed in settings.seeds:
                 yield f"{model}_{optimizer}", request(settings, model, optimizer, rate, seed)
@@ -77,28 +71,20 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the runs, and the table `rates`.
-
-    `rates` has the best rate of each model and optimiser whose short trainings have ended.
-    """
-    listed, rates = [], {}
-    for name, (variant, overrides, seed) in requests(settings, lab):
-        listed.append((name, lab.run(variant, overrides, seed), lab.config(variant, overrides)))
-        if not name.endswith(SEARCH):
-            rates[name] = overrides["train"]["learning_rate"]
-    return tables_of(listed) | {"rates": pd.DataFrame(rates.items(), columns=["name", "rate"])}
+    return comparison.tables_of_requests(requests(settings, lab), lab)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Returns a row for each model and optimiser, and the verdict, once all runs have ended."""
-    results, rates = Results(tables), dict(tables["rates"].itertuples(index=False))
+    results = Results(tables)
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}
     if (results.runs["status"] != "missing").sum() < len(pairs) * (len(settings.rates) + len(settings.seeds)):
         return summary
     for model, optimizer in pairs:
         name = f"{model}_{optimizer}"
-        row = {"variant": settings.models[model], "optimizer": optimizer, "rate": rates[name]}
+        rate = best_rate(settings, model, optimizer, lab)
+        row = {"variant": settings.models[model], "optimizer": optimizer, "rate": rate}
         summary["rows"].append(row | {"accuracy": summary_of(results.accuracies(name)), "loss": mean_loss(results, name)})
     better = {}
     for model in settings.models:

@@ -83,18 +83,16 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     """Returns the power of the comparison and, once all runs have ended, a row for each model and the verdict."""
-    claim, results, sizes = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), [len(settings.seeds)] * 2
-    power = decision.powers(claim, settings.spreads, settings.differences, sizes)
-    summary: dict[str, Any] = {"power": power, "rows": [], "verdict": None}
-    if verdict := decision.judge(claim, results):
-        for model in settings.models:
-            losses = searches(settings, model, lab)
-            rate = best(losses)
-            searched = [{"rate": each, "loss": loss} for each, loss in losses.items()]
-            row = {"variant": model, "rate": rate, "is_at_the_edge": rate in (min(losses), max(losses))}
-            summary["rows"].append(row | {"searched": searched, "accuracy": summary_of(results.accuracies(model))})
-        summary["verdict"] = verdict
-    return summary
+    claim, results, rows = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), []
+    power = decision.powers(claim, settings.spreads, settings.differences, [len(settings.seeds)] * 2)
+    verdict = decision.judge(claim, results)
+    for model in settings.models if verdict else []:
+        losses = searches(settings, model, lab)
+        rate = best(losses)
+        searched = [{"rate": each, "loss": loss} for each, loss in losses.items()]
+        row = {"variant": model, "rate": rate, "is_at_the_edge": rate in (min(losses), max(losses))}
+        rows.append(row | {"searched": searched, "accuracy": summary_of(results.accuracies(model))})
+    return {"power": power, "rows": rows, "verdict": verdict}
 
 
 def verdict(lab: Lab) -> Verdict | None:

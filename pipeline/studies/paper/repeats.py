@@ -7,7 +7,6 @@ the accuracy can differ as much as between seeds.
 
 import json
 from collections.abc import Iterable
-from typing import Any
 
 import pandas as pd
 
@@ -23,10 +22,9 @@ from pipeline.studies.lab import Lab
 from pipeline.studies.paper.section_5 import results_of
 from pipeline.training.run import TABLE_2, TRIES, Run
 
-PAIR_COLUMNS = ["variant", "seed", "of", "same_recipe", "same_points", "same_weights"]
-PAIR_COLUMNS += [f"{name}{end}" for name in ("machine", "torch", "test_accuracy") for end in ("", "_there")]
+COLUMNS = ["variant", "seed", "of", "same_recipe", "same_points", "same_weights", "machine", "machine_there"]
+COLUMNS += ["torch", "torch_there", "test_accuracy", "test_accuracy_there", "difference"]
 COMPARED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
-
 REPEATED = (TABLE_2, "first_reading")
 
 EndedRun = tuple[RunRecord, dict]  # record and metrics of a training that has ended
@@ -78,22 +76,27 @@ def committed_run(run: Run) -> EndedRun | None:
 def compared(pairs: Iterable[tuple[Run, EndedRun | None, EndedRun | None]]) -> pd.DataFrame:
     """Returns a row for each pair of different trainings that have both ended."""
     rows = [compare_runs(run, after, before) for run, after, before in pairs if after and before and after != before]
-    return pd.DataFrame(rows, columns=[*PAIR_COLUMNS, "difference"])
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
     """Returns a row that compares two trainings. Accuracies are in per cent, as measured during training."""
-    new, old = after[0], before[0]
-    row: dict[str, Any] = {"variant": run.variant, "seed": run.seed, "of": old.study}
-    row["same_recipe"] = (new.config, new.numerics) == (old.config, old.numerics)
-    row["same_points"] = new.files["history.csv"] == old.files["history.csv"]
-    row["same_weights"] = new.weights == old.weights
-    for end, (record, metrics) in (("", after), ("_there", before)):
-        row[f"machine{end}"] = provenance.machine(record.environment.model_dump())
-        row[f"torch{end}"] = record.environment.torch
-        row[f"test_accuracy{end}"] = accuracy(metrics)
-    row["difference"] = row["test_accuracy"] - row["test_accuracy_there"]
-    return row
+    (new, new_metrics), (old, old_metrics) = after, before
+    return {
+        "variant": run.variant,
+        "seed": run.seed,
+        "of": old.study,
+        "same_recipe": (new.config, new.numerics) == (old.config, old.numerics),
+        "same_points": new.files["history.csv"] == old.files["history.csv"],
+        "same_weights": new.weights == old.weights,
+        "machine": provenance.machine(new.environment.model_dump()),
+        "machine_there": provenance.machine(old.environment.model_dump()),
+        "torch": new.environment.torch,
+        "torch_there": old.environment.torch,
+        "test_accuracy": accuracy(new_metrics),
+        "test_accuracy_there": accuracy(old_metrics),
+        "difference": accuracy(new_metrics) - accuracy(old_metrics),
+    }
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
@@ -107,14 +110,18 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     table = table[table["same_recipe"].astype(bool)]
     here = (table["machine"] == table["machine_there"]) & (table["torch"] == table["torch_there"])
     same = table.loc[here, "same_points"].astype(bool) & table.loc[here, "same_weights"].astype(bool)
-    results = dict(zip(REPEATED, (results_of(lab), Results(comparison.first_reading(lab))), strict=True))
+    results = {TABLE_2: results_of(lab), "first_reading": Results(comparison.first_reading(lab))}
     elsewhere = []
     for row in table[~here].to_dict("records"):
         low, high = one_more_run(results[row["of"]].accuracies(row["variant"]))
         elsewhere.append({"difference": row["difference"], "within": low <= row["test_accuracy"] <= high})
-    other_bits, replaced = (rows[COMPARED].to_dict("records") for rows in (table[here][~same], tables["replaced"]))
-    counts = {"repeated": int(here.sum()), "same_bits": int(same.sum())}
-    return counts | {"other_bits": other_bits, "elsewhere": elsewhere, "replaced": replaced}
+    return {
+        "repeated": int(here.sum()),
+        "same_bits": int(same.sum()),
+        "other_bits": table[here][~same][COMPARED].to_dict("records"),
+        "elsewhere": elsewhere,
+        "replaced": tables["replaced"][COMPARED].to_dict("records"),
+    }
 
 
 STUDY = Study(settings=Settings, summarise=summarise, trainings=trainings, read=read)

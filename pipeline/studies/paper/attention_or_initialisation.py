@@ -18,8 +18,12 @@ CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}
 # weights of the cells' accuracies: OSA's gain from Section 4's initialisation minus softmax's gain
 INTERACTION = (1, -1, -1, 1)
-CLAIMS: tuple[str, ...] = ("attention_matters", "attention_matters_with_xavier")
-CLAIMS += ("initialisation_matters_for_softmax", "initialisation_matters_for_osa")
+CLAIMS = (
+    "attention_matters",
+    "attention_matters_with_xavier",
+    "initialisation_matters_for_softmax",
+    "initialisation_matters_for_osa",
+)
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
@@ -40,14 +44,13 @@ def four_cells(results: Results) -> dict:
     samples = {cell: results.accuracies(cell) for cell in CELLS}
     cells = {cell: summary_of(sample) for cell, sample in samples.items()}
     start, end = cells[CELLS[0]].mean, cells[CELLS[-1]].mean
-    verdicts = {name: next(iter(claims[name].judge(results).values())) for name in CLAIMS}
     return {
         "is_trained": all(samples.values()),
         "cells": cells,
         "gap": end - start,
         "alone": {change: (cells[cell].mean - start) / (end - start) for change, cell in ALONE.items()},
         "interaction": judge_contrast(list(samples.values()), INTERACTION),
-        "verdicts": verdicts,
+        "verdicts": {name: next(iter(claims[name].judge(results).values())) for name in CLAIMS},
     }
 
 

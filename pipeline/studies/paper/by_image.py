@@ -6,24 +6,20 @@ The stage `evaluate` lists the images that each run gets wrong, and the stage `t
 import numpy as np
 import pandas as pd
 
-from pipeline.statistics.claims import CONTRAST_WEIGHTS, GUESS_ACCURACY, read_claims
+from pipeline.statistics.claims import CONTRAST_WEIGHTS, GUESS_ACCURACY
 from pipeline.statistics.intervals import contrast_over_images, summary_of
 from pipeline.statistics.verdicts import TWO_SIDED
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import judge_all, results_of
-
-DIFFERENCE = (1, -1)
-FEWEST_RUNS = 2  # minimum number of runs for an interval
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each model, and the `means` of each comparison of accuracies, by claim."""
     right, comparisons = right_by_model(lab.tables), {}
-    for name, rows in judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab).items():
-        rows = {key: row for key, row in rows.items() if row["kind"] != "speed"}
-        comparisons[name] = {key: means(right, row["models"], row["kind"]) for key, row in rows.items()}
+    for name, rows in judge_all(results_of(lab), lab).items():
+        compared = {key: row for key, row in rows.items() if row["kind"] != "speed"}
+        comparisons[name] = {key: means(right, row["models"], row["kind"]) for key, row in compared.items()}
     models = [variant for variant in lab.params.run.variants if variant in right]
     return {"models": [model_row(lab.tables, model, right[model]) for model in models], "comparisons": comparisons}
 
@@ -47,9 +43,9 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
     """Returns a contrast of mean accuracies and its interval over seeds and images, in points."""
-    if min(len(right.get(model, [])) for model in models) < FEWEST_RUNS:
+    if min(len(right.get(model, [])) for model in models) < 2:  # too few runs for an interval
         return None
-    estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, DIFFERENCE))
+    estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, (1, -1)))
     low, high = estimate.interval(TWO_SIDED)
     return {"estimate": estimate.value, "low": low, "high": high}
 

@@ -38,7 +38,6 @@ from pipeline.studies.lab import Lab
 
 Sizes = Annotated[list[PositiveInt], Field(min_length=3)]
 KEYS = ["sweep", "part", "pass"]
-TIMED = ("tokens", "widths")  # the sweeps that are timed
 METHODS: dict[str, Method] = {  # model → the method of its attention
     "osa_qr": "qr",
     "osa_ns": "newton_schulz",
@@ -75,7 +74,7 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: "Lab") -> Tables:  # `lab` is unused: the stage does not depend on lab.py
+def measure(settings: Settings, lab: Lab) -> Tables:  # `lab` is unused: the stage does not depend on lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
@@ -86,15 +85,15 @@ def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
     for sweep, tokens, width in tqdm(points(settings), desc="count", disable=None):
         for (part, direction), call in calls(tokens, width, settings, device).items():
             counted = cost.cost(call, device)
-            numbers = (counted.multiply_adds, call.input_bytes + counted.peak_bytes, counted.by_formula)
-            rows.append((sweep, part, direction, tokens, width, *numbers))
+            num_bytes = call.input_bytes + counted.peak_bytes
+            rows.append((sweep, part, direction, tokens, width, counted.multiply_adds, num_bytes, counted.by_formula))
     return pd.DataFrame(rows, columns=[*KEYS, "tokens", "width", "multiply_adds", "bytes", "by_formula"])
 
 
 def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
     """Measures the median and the quartiles of the seconds of every call in the first two sweeps."""
     rows, order = [], random.Random(SEED)
-    timed = [point for point in points(settings) if point[0] in TIMED]
+    timed = [point for point in points(settings) if point[0] != "joint"]
     for sweep, tokens, width in tqdm(timed, desc="time", disable=None):
         at_point = calls(tokens, width, settings, device)
         samples = cost.sample_seconds(at_point, settings.repeats, settings.sample_seconds, order, device)
@@ -195,15 +194,17 @@ def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
-# Summaries of the tables
-
 ORDERS = {  # part → its key in `orders` of paper.yaml
-    **{"qr": "qr", "newton_schulz": "newton_schulz", "newton_schulz_gram": "newton_schulz", "small": "small"},
-    **{"exponential": "exponential", "phi1": "exponential", "application": "application"},
+    "qr": "qr",
+    "newton_schulz": "newton_schulz",
+    "newton_schulz_gram": "newton_schulz",
+    "small": "small",
+    "exponential": "exponential",
+    "phi1": "exponential",
+    "application": "application",
 }
 OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
-# sweep → the sizes that grow
-JUDGED = {"tokens": "N", "joint": "Nd"}
+JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the sizes that grow
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # a slope is fitted to this many of a sweep's largest sizes, since exponents are asymptotic
 # Maximum excess of a slope over an exponent. A wrong power adds 1 to the slope. Over three doublings, a lower-order term of
@@ -257,8 +258,11 @@ def degree(order: str, symbols: str) -> int:
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
     """Returns the largest excess of a slope over the exponent of its order, or NaN if a slope is NaN."""
-    places = list(itertools.product(QUANTITIES.values(), JUDGED.items()))
-    return float(np.max([own[name][s] - degree(order[name], n) for own, order in measured for name, (s, n) in places]))
+    excesses = []
+    for own, order in measured:
+        for name, (sweep, symbols) in itertools.product(QUANTITIES.values(), JUDGED.items()):
+            excesses.append(own[name][sweep] - degree(order[name], symbols))
+    return float(np.max(excesses))
 
 
 def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:

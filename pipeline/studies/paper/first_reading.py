@@ -6,14 +6,14 @@ reading. CHANGELOG names the commit that has the weights.
 
 from typing import Any
 
-from pipeline.statistics.claims import Results, read_claims
+from pipeline.statistics.claims import Results
 from pipeline.studies import Tables, comparison
 from pipeline.studies.lab import Lab
-from pipeline.studies.paper import CLAIMS_FILE, section_5
+from pipeline.studies.paper import section_5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    judged = section_5.judge_all(read_claims(CLAIMS_FILE), Results(tables), lab)
+    judged = section_5.judge_all(Results(tables), lab)
     return {"claims": judged, "headline": section_5.headline(judged, fresh={})}
 
 

@@ -41,14 +41,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
     for name, (variant, overrides, seed) in settings.requests():
         config = lab.config(variant, overrides)
         for dtype in (torch.float32, torch.float64):
-            own = steps_of(as_dtype(lab.training(config, seed), dtype), settings.steps)
-            own[["name", "seed", "dtype"]] = name, seed, str(dtype).removeprefix("torch.")
+            training = as_dtype(lab.training(config, seed), dtype)
+            identity = {"name": name, "seed": seed, "dtype": str(dtype).removeprefix("torch.")}
+            own = pd.DataFrame([identity | step | extremes(training) for step in first_steps(training, settings.steps)])
             tables.append(own)
             if learns(own["loss"], settings.steps):
                 break
-    names = ["name", "seed", "dtype"]
-    table = pd.concat(tables, ignore_index=True)
-    return {"steps": table[[*names, *table.columns.drop(names)]]}
+    return {"steps": pd.concat(tables, ignore_index=True)}
 
 
 def as_dtype(training: Training, dtype: torch.dtype) -> Training:
@@ -58,10 +57,6 @@ def as_dtype(training: Training, dtype: torch.dtype) -> Training:
     training.data = replace(data, train_images=train, test_images=test)
     training.model.to(dtype)
     return training
-
-
-def steps_of(training: Training, steps: int) -> pd.DataFrame:
-    return pd.DataFrame([step | extremes(training) for step in first_steps(training, steps)])
 
 
 @torch.no_grad()

@@ -62,9 +62,9 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     }
 
 
-def judge_all(claims: dict[str, AnyClaim], results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
+def judge_all(results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
     """Returns a row for each comparison of each claim: the verdict, and the paper's value if the paper's Table 2 has one."""
-    declared = Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
+    claims, declared = read_claims(CLAIMS_FILE), Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
     judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
         claim, judged[name] = claims[name], {}
@@ -82,7 +82,7 @@ def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
     If new seeds have decided a claim, their verdict replaces the verdict of Table 2's runs, and `before` has the replaced
     verdict.
     """
-    judged = judge_all(read_claims(CLAIMS_FILE), results_of(lab), lab)
+    judged = judge_all(results_of(lab), lab)
     for name, verdict in fresh(lab).items():
         if name in judged:
             row = next(iter(judged[name].values()))

@@ -16,14 +16,7 @@ from osa.functional import orthogonal_attention_matrix
 from osa.options import Method
 from osa.reference import skew
 from pipeline.config.params import PositiveFloat, Section, Seeds
-from pipeline.results.measures import (
-    METHODS,
-    exponential,
-    matrix_with_condition,
-    norm,
-    rounding,
-    scale_for_norm,
-)
+from pipeline.results.measures import METHODS, exponential, matrix_with_condition, norm, rounding, scale_for_norm
 from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case

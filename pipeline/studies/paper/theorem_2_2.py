@@ -84,9 +84,11 @@ def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
 
 def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, each (d, d). All stacks of a seed share these weights."""
-    generator = lab.generator(seed, "theory/stack")
-    draw = lambda: stiefel_uniform(width, width, generator=generator, dtype=torch.float64)  # noqa: E731
-    return [(draw(), draw(), draw() @ draw()) for _ in range(settings.depths[-1])]
+    generator, weights = lab.generator(seed, "theory/stack"), []
+    for _ in range(settings.depths[-1]):
+        query, key, value, out = (stiefel_uniform(width, width, generator=generator, dtype=torch.float64) for _ in range(4))
+        weights.append((query, key, value @ out))
+    return weights
 
 
 def attention_stack(

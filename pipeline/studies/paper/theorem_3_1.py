@@ -24,14 +24,7 @@ from osa.options import EPSILON, ITERATIONS
 from osa.reference import skew
 from pipeline.config.looks import INK, METHOD_LABELS, PALETTE, look_of
 from pipeline.config.params import PositiveFloat, PositiveInt, Section, Seeds
-from pipeline.results.measures import (
-    exponential,
-    matrix_with_condition,
-    norm,
-    orthogonality_error,
-    rounding,
-    scale_for_norm,
-)
+from pipeline.results.measures import exponential, matrix_with_condition, norm, orthogonality_error, rounding, scale_for_norm
 from pipeline.studies import Study, Tables, charts
 from pipeline.studies._settings import Condition, HeadSizes
 from pipeline.studies._summaries import trained_layers, worst_case, worst_of_seeds

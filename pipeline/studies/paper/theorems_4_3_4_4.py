@@ -19,15 +19,7 @@ from osa.options import Method
 from osa.reference import skew
 from pipeline.config.looks import PALETTE
 from pipeline.config.params import Section, Seeds
-from pipeline.results.measures import (
-    METHODS,
-    condition,
-    head,
-    head_condition,
-    jacobian,
-    norm,
-    random_head,
-)
+from pipeline.results.measures import METHODS, condition, head, head_condition, jacobian, norm, random_head
 from pipeline.studies import Study, Tables, charts
 from pipeline.studies._summaries import log_log_slope, trained_layers, worst_case
 from pipeline.studies.lab import Lab, initialised_layers

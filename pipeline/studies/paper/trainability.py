@@ -23,9 +23,9 @@ from pipeline.studies import Study, Tables
 from pipeline.studies._settings import Depths
 from pipeline.studies.lab import Lab
 
-OSA, SOFTMAX = ("osa_qr", "osa_ns"), "vit_noskip_nonorm"  # models without skips and normalisation
-MLPS = ("suo", "xavier")  # values of a variant's `mlp_init`
-MODELS = [*itertools.product((*OSA, SOFTMAX), MLPS), ("vit", "xavier"), ("vit_noskip", "xavier")]
+# (variant, `mlp_init`)
+MODELS = [*itertools.product(("osa_qr", "osa_ns", "vit_noskip_nonorm"), ("suo", "xavier"))]
+MODELS += [("vit", "xavier"), ("vit_noskip", "xavier")]
 
 
 class Settings(Section):

@@ -57,15 +57,18 @@ def family(normal: NDArray, failing: float, declared: Spreads) -> str:
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    claims, spreads, paper, rows = read_claims(CLAIMS_FILE), read_spreads(CLAIMS_FILE), lab.paper.table_2, []
+    claims, spreads, paper = read_claims(CLAIMS_FILE), read_spreads(CLAIMS_FILE), lab.paper.table_2
+    comparisons, rows = [], []
+    for claim in (claims[name] for name in ABOUT_OSA):
+        if isinstance(claim, Accuracy):
+            comparisons += [(first, second, -claim.margin_points) for first, second in claim.compare]
 
     def add(name: str, truth: str, failing: float, n: int, words: list[str]) -> None:
         rates = {word: Counter(words)[word] / settings.repetitions for word in (REPRODUCED, CONTRADICTED)}
         rows.append({"scenario": name, "truth": truth, "failing": failing, "n": n} | rates)
 
-    accuracies = [claim for name in ABOUT_OSA if isinstance(claim := claims[name], Accuracy)]
     for failing, n in itertools.product(FAILING, RUNS_OF_A_MODEL):
-        for (first, second), limit in [(pair, -claim.margin_points) for claim in accuracies for pair in claim.compare]:
+        for first, second, limit in comparisons:
             normal = lab.normal(0, f"verdicts/{first}/{second}/{n}", settings.repetitions, 2, n, 2).numpy()
             for truth, mean in (("limit", limit), ("paper", paper[first] - paper[second])):
                 a, b = (failing if truth == "limit" or name == "osa_ns" else 0.0 for name in (first, second))

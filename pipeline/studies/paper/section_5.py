@@ -33,7 +33,8 @@ from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate
 
 RULES_FILE = Path(__file__).with_name("rules.csv")  # the verdicts on seeds 0 to 9 by each of three rules
 PRIMARY = ("osa_matches_vit", "osa_approaches_vit_speed", "osa_beats_noskip", "osa_faster_than_noskip")
-FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # primary claim → its verdict by new seeds
+FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # claim → function that judges new seeds
+SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
 ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
@@ -210,7 +211,7 @@ def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
     if not all(results.starting(model) for model in BASELINES):
         return None
     figure, panels = charts.panels(2, 2.7, sharey=True)
-    for axes, name in zip(panels, ("osa_approaches_vit_speed", "osa_faster_than_noskip"), strict=True):
+    for axes, name in zip(panels, SPEED, strict=True):
         claim = read_claim(CLAIMS_FILE, name, Speed)
         second = baseline(claim)
         for model in MODELS:

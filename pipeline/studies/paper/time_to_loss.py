@@ -14,9 +14,8 @@ from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.benchmarks import gpu_of
-from pipeline.studies.paper.section_5 import baseline, results_of
+from pipeline.studies.paper.section_5 import SPEED, baseline, results_of
 
-SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
 MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 

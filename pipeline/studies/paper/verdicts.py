@@ -23,7 +23,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
 FAILING = (0.0, 0.1)  # shares of runs that fail to start
-# The value of a run that fails is normal. Its mean is the second model's mean plus FAILED, its standard deviation SCATTER.
+# A failing run has a normal value: the mean is the second model's mean plus FAILED, and SCATTER is the standard deviation.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 

@@ -1,8 +1,4 @@
-"""Trains runs on the nodes of a Ray cluster. Each node receives an archive of the code and the data.
-
-A node unpacks the archive into a folder that is named by the archive's digest. All trainings on the node read this folder.
-This process passes the archive to Ray as a memory-mapped file, since the data may exceed the memory.
-"""
+"""Trains runs on the nodes of a Ray cluster. Each node receives and unpacks one archive of the code and the data."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ from pipeline.tools.jobs import Job, command, execute
 from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # paths in the archive, which also holds the data
-RETRIES = 3  # maximum number of times that a training restarts because its node has died
+RETRIES = 3  # maximum number of restarts of a training whose node has died
 OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # pattern of Ray's messages
 
 # Given tasks and a number of seconds, waits at most this long for a task to end. Returns the ended tasks.
@@ -41,11 +37,10 @@ Receive = Callable[[Run, Any], None]
 
 @contextmanager
 def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tuple[dict[Any, Run], Ended, Receive]]:
-    """Submits trainings to a cluster. Each training uses a core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU.
+    """Submits trainings to a Ray cluster.
 
     Yields:
-        A dictionary from tasks to runs, a function that waits for tasks, and a function that stores the files of a finished
-        task.
+        The run of each task, a function that waits for tasks, and a function that stores the files of an ended task.
 
     Raises:
         UserError: Ray is not installed, or the address has no cluster.
@@ -63,13 +58,14 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))  # a plain array, which Ray does not copy
+            # A memory map, since the data may exceed the memory, viewed as a plain array, which Ray does not copy.
+            pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
         def ended(waiting: list, seconds: float) -> list:
-            ray.wait(waiting, timeout=seconds)  # waits until a task ends, but at most `seconds`
+            ray.wait(waiting, timeout=seconds)
             name_lost_nodes(ray.nodes(), known)
             return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
 
@@ -79,12 +75,12 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
 
 
 def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
-    """Returns the resources of a training: one core and, if the cluster's `resources` have GPUs, 1 / `per_gpu` of a GPU."""
+    """Returns the resources of one training on a cluster with `resources`. A GPU takes `per_gpu` trainings."""
     return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 
 def import_ray() -> ModuleType:
-    """Imports Ray without its telemetry and its messages about dead nodes. Raises UserError if Ray is missing."""
+    """Imports Ray without telemetry. Raises UserError if Ray is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", OF_DEAD_NODES)
     try:
@@ -95,7 +91,7 @@ def import_ray() -> ModuleType:
 
 
 def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
-    """Warns of each dead node that is not in `known`, and adds the node to `known`."""
+    """Warns of each dead node, and adds the node's id to `known`, so that the next call does not warn again."""
     for node in nodes:
         if not node["Alive"] and node["NodeID"] not in known:
             known.add(node["NodeID"])
@@ -104,12 +100,12 @@ def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
 
 
 def files_of(run: Run) -> list[Path]:
-    """Returns the paths of the files that a training may write. The record comes last."""
+    """Returns the files that a training may write, the record last."""
     return [*run.files.values(), run.folder / RECORD]
 
 
 def receive(run: Run, contents: dict[Path, bytes]) -> None:
-    """Stores the files of a run, and finally its record. Adds the commit to the record, as nodes have no git repository."""
+    """Stores the files of a run, the record last. Adds the commit to the record, since nodes have no git repository."""
     *others, record_path = files_of(run)
     for path in others:
         if path in contents:
@@ -121,11 +117,8 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 
 
 def ship(sources: set[str], path: Path) -> str:
-    """Writes an archive of code, parameters and data, and returns the digest of the archive.
-
-    The archive is not compressed, since most data are compressed already.
-    """
-    with zipfile.ZipFile(path, "w") as archive:
+    """Writes code, parameters and data to an archive. Returns the SHA-256 of the archive."""
+    with zipfile.ZipFile(path, "w") as archive:  # not compressed, as most data already are
         for path_or_folder in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
             for file in sorted(path_or_folder.rglob("*")) if path_or_folder.is_dir() else [path_or_folder]:
                 if file.is_file() and "__pycache__" not in file.parts:
@@ -134,11 +127,7 @@ def ship(sources: set[str], path: Path) -> str:
 
 
 def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths: list[Path]) -> dict[Path, bytes]:
-    """Runs `execute` on a node, in a temporary folder with links to the unpacked archive.
-
-    Returns:
-        A dictionary from path to content, for each of `paths` that exists after the training.
-    """
+    """Trains a run on this node, in a temporary folder. Returns the contents of the existing files among `paths`."""
     shipped = unpacked(pages, digest)
     with tempfile.TemporaryDirectory() as folder:
         for each in shipped.iterdir():
@@ -148,11 +137,11 @@ def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths:
 
 
 def unpacked(pages: np.ndarray, digest: str) -> Path:
-    """Unpacks the archive on this node, unless an earlier training has done so. Returns the folder."""
+    """Returns the folder of the unpacked archive on this node. The first training on the node unpacks the archive."""
     folder = Path(tempfile.gettempdir(), f"osa-{digest}")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # only this user can read this folder
+            begun = Path(tempfile.mkdtemp(dir=folder.parent))  # readable by this user alone
             archive = begun / "shipped.zip"
             pages.tofile(archive)
             zipfile.ZipFile(archive).extractall(begun)

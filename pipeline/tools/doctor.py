@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.tools import install, locks
 
-LEAST_DISK = 2e9  # free bytes that data, weights and DVC's copies of them need
+LEAST_DISK = 2e9  # bytes that data, weights and DVC's copies take
 Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if a problem stops `make reproduce`
 
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
-    """Returns the lines of a check. If the check raises an exception, returns one line that reports the exception."""
+    """Returns the lines of a check or, if the check raises an exception, one line with the exception."""
     what = check.__name__.rstrip("_")
     try:
         return list(check())
@@ -84,7 +84,7 @@ def data() -> Iterator[Line]:
 
     source = params.load().data.source
     if idx.folder(source).exists():
-        idx.data_digest(idx.folder(source))  # raises an error that names the damaged file and a remedy
+        idx.data_digest(idx.folder(source))  # raises an error if a file is damaged
         yield "data", f"{source}, whole", "", True
     else:
         copy = "" if source == params.USER_FOLDER else f", or from a copy with OSA_{source.upper()}_MIRROR=/path/to/it"

@@ -1,13 +1,8 @@
 """Trains all missing or stale runs, several at once: `python -m pipeline fan_out`.
 
-By default, it trains the runs of Table 2. With `--only`, it trains other runs, of any study. Each run trains in a separate
-process on this machine, with one thread or a share of a GPU. With `--cluster ADDRESS`, runs train on the nodes of a Ray
-cluster (requirements-cluster.txt). The nodes receive code, data and parameters, and send back each run's files. If a node
-dies, its trainings restart on other nodes. After an interruption, the same command resumes each run at the last point of its
-curves. On a cluster, each run starts again at step 0.
-
-With `--print`, it only prints the commands that train the runs. fan_out registers runs with DVC and MLflow as they end. When
-it starts, it also registers runs that were trained without fan_out.
+Each run trains in a separate process: on this machine, with one thread or a share of a GPU, or on a node of a Ray cluster.
+fan_out registers ended runs with DVC and MLflow. After an interruption, the same command resumes each run at the last point
+of its curves. On a cluster, an interrupted run starts again at step 0.
 """
 
 import argparse
@@ -85,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options of all commands that train several runs at once. Returns the parser."""
+    """Adds to a parser the options of every command that trains several runs at once. Returns the parser."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
     per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
     parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
@@ -101,7 +96,7 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def single_instance(lock: Path) -> Iterator[None]:
-    """Holds the lock file `lock` in a context. Also makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does.
+    """Holds a lock file. From now on, SIGTERM and SIGHUP interrupt this process as Ctrl-C does.
 
     Raises:
         UserError: another process holds the lock, or the user interrupts the command.
@@ -122,10 +117,7 @@ def single_instance(lock: Path) -> Iterator[None]:
 def train_all(
     jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int = 1
 ) -> Iterator[list[Run]]:
-    """Trains runs on the cluster at `address`, or else on this machine.
-
-    Yields the ended runs in groups, after importing them into MLflow unless `no_tracking`.
-    """
+    """Trains runs on the cluster at `address`, or on this machine if `address` is None. Yields groups of ended runs."""
     if address:
         finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
     else:
@@ -138,13 +130,14 @@ def train_all(
 
 
 def at_once(per_gpu: int) -> int:
-    """Returns the default number of trainings at once on this machine: `per_gpu` per GPU or, without a GPU, one per core."""
-    import torch  # slow to import, and not needed if no run is left to train
+    """Returns how many runs this machine trains at once: `per_gpu` on each GPU or, without a GPU, one on each core."""
+    import torch  # slow to import
 
     if count := torch.cuda.device_count():
         return count * per_gpu
-    # macOS has no sched_getaffinity.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # Progress
@@ -181,20 +174,18 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
 
 
 def show_every() -> float:
-    """Returns the seconds between updates of the progress."""
     return SHOWN_EVERY if sys.stderr.isatty() else LOGGED_EVERY
 
 
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
-    """Returns the remaining epochs of a run, and the estimated remaining seconds, which are None if unknown.
+    """Returns the remaining epochs of a run, and an estimate of the remaining seconds, or None if it is unknown.
 
-    If the run is training on this machine, the estimate uses the run's own pace, not counting interruptions. Otherwise, the
-    estimate comes from the records of earlier runs.
+    If the run trains on this machine, the estimate continues the pace of the run. If not, earlier runs give the estimate.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
-        with contextlib.suppress(UserError):  # if the run has just ended, this record is gone
+        with contextlib.suppress(UserError):  # the run may have just ended, and its record moved
             own = records.parse(path, RunRecord, f"delete {path.parent}")
-            done = len(own.timestamps) - 1  # number of points after step 0
+            done = len(own.timestamps) - 1  # points after step 0
             if done > 0 and matches(own, config):
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own.seconds / done
@@ -227,12 +218,10 @@ def has_dvc() -> bool:
 
 
 def adopt(settings: Params, no_tracking: bool) -> None:
-    """Tells DVC and MLflow of up-to-date runs of Table 2 that DVC does not know and would train again.
-
-    Such runs were trained by another command or on another machine, or fan_out was killed before it registered them.
+    """Registers with DVC and MLflow the runs of Table 2 that another command or another machine has trained.
 
     Raises:
-        UserError: `dvc commit` fails.
+        UserError: a command of DVC fails.
     """
     if not has_dvc():
         return
@@ -251,9 +240,9 @@ def adopt(settings: Params, no_tracking: bool) -> None:
 
 
 def commit(runs: list[Run]) -> list[str]:
-    """Registers runs of Table 2 with DVC, which would otherwise train them again. Runs of studies are not DVC stages.
+    """Registers runs of Table 2 with DVC. Ignores runs of studies, which have no DVC stage.
 
-    Returns the stages of the runs if `dvc commit` fails, and otherwise [].
+    Returns the stages of the runs if `dvc commit` fails, else [].
     """
     targets = [run.stage for run in runs if run.study == TABLE_2]
     if not (targets and has_dvc()):
@@ -291,7 +280,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
 
     def take(run: Run, future: Future) -> None:
         if error := future.exception():
-            for other in futures:  # runs that have started continue; all others are cancelled
+            for other in futures:  # cancels runs that have not started
                 other.cancel()
             raise error
 

@@ -1,8 +1,7 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-The script needs only Python, even a version that is too old for the other code. On Linux, PyTorch's own index has a build
-for CPUs, and PyPI has a build with CUDA. A machine without a GPU gets the build for CPUs, or PyPI's build if PyTorch's index
-is unavailable.
+The script needs only Python, even a version that is too old for the rest of the code. On Linux, a machine without a GPU gets
+the build for CPUs from PyTorch's own index. If the index does not answer, the machine gets PyPI's larger build with CUDA.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def main() -> None:
 
 
 def update(options: argparse.Namespace) -> None:
-    """Installs the packages of each requirements file that has changed since its installation."""
+    """Installs each requirements file that has changed since its last installation."""
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
@@ -73,27 +72,27 @@ def update(options: argparse.Namespace) -> None:
 
 
 def has_python(venv: Path) -> bool:
-    """True if the environment's Python exists. A system upgrade may have removed the file to which bin/python links."""
+    """True if the environment has a Python. An upgrade of the system can remove the target of the link bin/python."""
     return (venv / "bin/python").exists()
 
 
 def is_installed(path: Path, venv: Path) -> bool:
-    """True if the environment holds an equal copy of the requirements file. An installation ends by writing this copy."""
+    """True if the environment holds an equal copy of a requirements file. An installation ends with writing the copy."""
     copy = venv / path.name
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
 
 def torch_build(venv: Path) -> str:
-    """Returns the source of the installed PyTorch, CPU or PYPI, or "" if PyTorch is not installed."""
+    """Returns CPU or PYPI, the source of the installed PyTorch, or "" if PyTorch is not installed."""
     note = venv / ".torch"
     return note.read_text(encoding="utf-8").strip() if has_python(venv) and note.exists() else ""
 
 
 def create(options: argparse.Namespace, log: BinaryIO) -> None:
-    """Creates the environment with the running Python. If its version does not fit, uv finds or fetches another Python."""
+    """Creates the environment with the running Python or, if its version does not fit, one that uv finds."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
-        path.unlink(missing_ok=True)  # notes of an earlier environment that has lost its Python
+        path.unlink(missing_ok=True)  # left by an environment that has lost its Python
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif options.uv:
@@ -131,9 +130,9 @@ def announce(venv: Path, size: str) -> None:
 
 
 def choose(venv: Path, torch: str) -> str:
-    """Returns PyTorch's source: the earlier source, else the requested source, else the source that fits the machine."""
+    """Returns the source of PyTorch: CPU or PYPI. An installed build stays, whatever `torch` requests."""
     if sys.platform != "linux":
-        return PYPI  # other systems have only this build
+        return PYPI  # the only build for other systems
     if torch_build(venv):
         return torch_build(venv)
     if torch:
@@ -152,7 +151,7 @@ def has_gpu() -> bool:
 
 
 def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryIO) -> bool:
-    """Installs torch and torchvision from PyTorch's index. Returns False if the index does not answer or lacks a build."""
+    """Installs torch and torchvision from PyTorch's index. Returns False if the index does not answer or lacks the build."""
     if torch_build(options.venv) != CPU and not answers(public(options.index) + "/torch/"):
         return False
     announce(options.venv, "about 2 GB, with PyTorch for CPUs")
@@ -162,12 +161,12 @@ def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryI
 
 
 def public(url: str) -> str:
-    """Removes user and password from an address."""
+    """Removes the login from an address."""
     return re.sub("//[^/@]*@", "//", url).rstrip("/")
 
 
 def answers(url: str) -> bool:
-    """True if a server answers in time, even with an HTTP error, since the server may accept the installer's password."""
+    """True if a server answers in time. An HTTP error is an answer, as the installer may have a password for the server."""
     answered = []
 
     def ask() -> None:
@@ -192,7 +191,7 @@ def install_all(path: Path, options: argparse.Namespace, log: BinaryIO) -> None:
 
 
 def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool:
-    """Installs packages with uv or pip. Returns True if successful."""
+    """Runs uv or pip. Returns True if successful."""
     python = str(options.venv / "bin/python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check"]
     command = [options.uv, "pip", "install", "--python", python] if options.uv else pip
@@ -200,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Runs a command and writes its messages to the log. A terminal shows the last message. Returns True if successful."""
+    """Runs a command with output to `log`, whose last line a terminal shows. Returns True if successful."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

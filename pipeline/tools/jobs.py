@@ -23,7 +23,7 @@ from pipeline.training.run import TABLE_2, Run
 
 OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
-PROCESSES: set[subprocess.Popen] = set()  # processes of the running trainings
+PROCESSES: set[subprocess.Popen] = set()  # of the running trainings
 
 
 def missing(jobs: list[Job]) -> list[Job]:
@@ -31,15 +31,14 @@ def missing(jobs: list[Job]) -> list[Job]:
 
 
 def is_trained(run: Run, config: RunConfig) -> bool:
-    """True if a run is current and was trained on the present data. A run of Table 2 also needs its weights, for the
-    evaluation."""
+    """True if a run is current and was trained on the present data. A run of Table 2 must also have weights to evaluate."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.ended_record().data_sha256 == source_digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """Returns the runs of Table 2 and of studies that match a pattern, such as table_2/osa_qr/*, in the patterns' order.
+    """Returns the runs of Table 2 and of studies that match patterns such as table_2/osa_qr/*, in the order of the patterns.
 
     Raises:
         UserError: a pattern matches no run.
@@ -64,10 +63,9 @@ def table_2_jobs(settings: Params) -> list[Job]:
 
 
 def jobs_of(study: str, settings: Params) -> list[Job]:
-    """Returns the runs that a study trains and compares, or [] if the study trains no run."""
     if (trainings := studies.get(study).trainings) is None:
         return []
-    from pipeline.studies.lab import Lab  # this module imports torch, which is slow
+    from pipeline.studies.lab import Lab  # imports torch, which is slow
 
     lab = Lab(study, settings, params.load_paper(), studies.reading_of(study))
     return [
@@ -78,18 +76,17 @@ def jobs_of(study: str, settings: Params) -> list[Job]:
 
 @functools.cache
 def source_digest(source: str) -> str:
-    """Returns the digest of a data set, which each process computes only once."""
     return idx.data_digest(idx.folder(source))
 
 
 def command(run: Run) -> list[str]:
-    """The arguments of the Python process that trains a run."""
+    """Returns the arguments of the Python process that trains a run."""
     study = [] if run.study == TABLE_2 else ["--study", run.study, *params.as_options(run.overrides)]
     return ["-m", "pipeline", "train", run.variant, str(run.seed), *study]
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Runs a Python process on one thread, in a folder with code, parameters and data. Prints the warnings of the process.
+    """Runs a Python process on one thread, in a folder with code, parameters and data. Prints warnings of the process.
 
     Raises:
         RuntimeError: the process fails.

@@ -15,7 +15,7 @@ RWLOCK = Path(".dvc/tmp/rwlock")  # DVC's list of the paths that its processes r
 
 
 def held() -> list[str]:
-    """Returns the paths of the locks that other processes hold, and descriptions of the other running processes of DVC."""
+    """Returns the paths of locks that other processes hold, and descriptions of other running processes of DVC."""
     return [str(path) for path in (DVC, FAN_OUT, TRY) if _is_held(path)] + dvc_processes()
 
 
@@ -29,7 +29,7 @@ def _is_held(path: Path) -> bool:
 
 
 def claims() -> dict | None:
-    """Returns the content of RWLOCK, or None if the file is damaged, as after a kill."""
+    """Returns the content of RWLOCK, or None if a killed process has left the file damaged."""
     try:
         content = json.loads(RWLOCK.read_text(encoding="utf-8")) if RWLOCK.exists() else {}
         return content if isinstance(content, dict) else None
@@ -50,8 +50,7 @@ def dvc_processes() -> list[str]:
 def stages() -> list[str]:
     """Returns the running commands of the pipeline that write results in this folder, as "`train osa_qr 0` (process 12)".
 
-    Locks do not reveal every such command, since a stage that outlives its `dvc repro` holds no lock. The list is empty on
-    systems without /proc.
+    Also finds a stage that outlives its `dvc repro`, and therefore holds no lock. Returns [] on systems without /proc.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*"):

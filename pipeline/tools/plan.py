@@ -1,7 +1,6 @@
 """Lists what `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs no data or weights.
 
-DVC's status lists the changes. A missing file does not count as a change, as in `dvc repro --allow-missing`. DVC's graph
-shows which stages depend on the changed ones.
+A missing file does not count as a change, as in `dvc repro --allow-missing`.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from dvc.repo import Repo
     from dvc.stage import Stage
 
-CHECK = "check"  # name of the check stage
-MOST_SHOWN = 4  # maximum number of names, and of reasons, on a line
+CHECK = "check"  # a stage that triggers no other, since its output is the same for all valid parameters
+MOST_SHOWN = 4  # names or reasons on a line
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     command_parser("plan", __doc__).parse_args(arguments)
-    from dvc.exceptions import DvcException  # DVC takes a second to import
+    from dvc.exceptions import DvcException  # slow to import
     from dvc.lock import LockError
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # reports an error in paper.yaml, which would stop the check stage
+    params.load_paper()  # an error in paper.yaml would stop the check stage
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -74,17 +73,15 @@ def main(arguments: list[str] | None = None) -> None:
 def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     """Finds the stages that `dvc repro` would run.
 
-    The check stage triggers no other stage, since its output is the same for all valid parameters.
-
     Returns:
         The stages that will run, with the reasons for each.
-        The stages that depend on these stages, and may therefore run too.
+        The stages that depend on such a stage, and may run too.
         The number of all stages.
     """
     import networkx
     from dvc.repo import lock_repo
 
-    with lock_repo(repo):  # while DVC holds its lock, it reads its files only once
+    with lock_repo(repo):  # under its lock, DVC reads each file only once
         status, graph = repo.status(), repo.index.graph
     changed: dict[str, list[str]] = {}
     following: list[str] = []
@@ -99,7 +96,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Yields the reasons why DVC would run a stage with this entry in DVC's status. A missing file alone is no reason."""
+    """Yields the reasons why DVC would run a stage, from the stage's entry in DVC's status."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return
@@ -116,7 +113,7 @@ def reasons(stage: Stage, status: list) -> Iterator[str]:
 
 
 def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
-    """Yields a description of each parameter that differs between `before` and `after`: "train.epochs is 3, was 10"."""
+    """Yields a text for each parameter that differs, such as "train.epochs is 3, was 10"."""
     for key in before | after:
         name, old, new = f"{above}{key}", before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -128,7 +125,7 @@ def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
 
 
 def by_group(stages: Iterable[str]) -> dict[str, list[str]]:
-    """Groups stages by the part of their names before the @."""
+    """Groups names of stages by the part before the @."""
     groups = defaultdict(list)
     for stage in stages:
         groups[stage.partition("@")[0]].append(stage)
@@ -150,7 +147,7 @@ def counted(number: int) -> str:
 
 
 def estimate(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
-    """Formats the estimated time of stages. For trainings, the records of earlier runs give the estimate."""
+    """Formats the estimated time of stages."""
     trainings = {run.stage: (run, config) for run, config in jobs.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in trainings)
     return total([trainings[stage] for stage in stages if stage in trainings], estimates, others)

@@ -22,11 +22,11 @@ def main(arguments: list[str] | None = None) -> None:
     settings = params.load(FOLDER / "params.yaml")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = (FOLDER / "paper_outputs/report.html").resolve()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread is enough for small stages
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough for small stages
     os.chdir(FOLDER)
     print(f"Quickstart in {FOLDER}/: {len(settings.run.variants)} small models, without a download", flush=True)
     reproduce.bring_up_to_date(settings, "--no-tracking")
-    from pipeline.report.__main__ import main as write_report  # imports matplotlib, needed only now
+    from pipeline.report.__main__ import main as write_report  # slow to import
 
     write_report(["demonstration"])
     print(f"\n{table(settings)}")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def table(settings: Params) -> str:
-    """Formats the test accuracies of the runs, one run per line."""
+    """Lists the test accuracy of each run."""
     lines = ["Test accuracy"]
     for variant in settings.run.variants:
         for seed in settings.run.seeds:

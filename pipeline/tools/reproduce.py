@@ -1,7 +1,6 @@
 """Reproduces the paper: `make reproduce`. Fetches the data, trains missing runs in parallel, and lets DVC do the rest.
 
-At the end, it prints the table, the paths of the page and the figure, the number of runs trained, and how to train a run
-again.
+At the end, it prints Table 2, and where the report is.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from pipeline.tools import fan_out, times
 from pipeline.tools.jobs import missing, source_digest, table_2_jobs
 
 README, OUTPUTS = Path("README.md"), Path("paper_outputs")
-UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # DVC's lines with these words are not printed
+UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # in lines of DVC that are not printed
 
 
 @entry_point
@@ -28,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     trained = bring_up_to_date(
         settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
     )
-    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # this variable stops the report from checking with DVC again
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # the report then does not check with DVC again
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def bring_up_to_date(settings: params.Params, *options: str) -> int:
-    """Brings data, runs and everything that depends on them up to date. Returns the number of runs trained."""
+    """Brings data and results up to date. Returns the number of runs trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not has_data(settings.data.source):
         repro("fetch")
@@ -54,14 +53,14 @@ def bring_up_to_date(settings: params.Params, *options: str) -> int:
 
 
 def has_data(source: str) -> bool:
-    """True if a published data set is here and intact. Always False for the user's images, which may have changed."""
+    """True if a published data set is here and intact. False for the user's images, which may have changed."""
     with contextlib.suppress(UserError):
         return bool(source_digest(source)) and source != params.USER_FOLDER
     return False
 
 
 def repro(*options: str) -> None:
-    """Runs `dvc repro`, and shows which stages run and what they print.
+    """Runs `dvc repro`, and prints its output without UNSHOWN lines.
 
     Raises:
         UserError: a stage fails.
@@ -80,7 +79,6 @@ def repro(*options: str) -> None:
 
 
 def summary_line(trained: int) -> str:
-    """Returns a sentence with the number of runs trained or, if it is 0, whether results differ from the last commit."""
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
@@ -94,7 +92,6 @@ def summary_line(trained: int) -> str:
 
 
 def how_to_train(settings: params.Params) -> str:
-    """Returns a sentence with the command that trains one run again, and with the estimated time of this training."""
     (run, config), *_ = table_2_jobs(settings)
     seconds = times.Estimates(record for _, record in recorded()).of(run, config)
     time = f" (about {times.duration(seconds)})" if seconds else ""

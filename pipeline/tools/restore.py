@@ -3,9 +3,8 @@
 It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. The present versions
 of these files, and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
-The steps that can fail come first: git resets its index and writes the committed files to .restored/DATE.incoming/. After
-that, files only move. If a step fails, all steps are undone. After a kill, every file is in its place or in .restored/DATE/,
-and the next call completes the work.
+First, git resets its index and writes the committed files to .restored/DATE.incoming/. After that, files only move. If a
+step fails, all steps are undone. After a kill, every file is in its place or in .restored/DATE/, and the next call goes on.
 """
 
 import errno
@@ -26,9 +25,9 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # printed paths have at most five parts, as in paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # parts of a printed path, as in paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
-OF_A_RUN = re.compile(  # matches the files of runs, except tries, which git and DVC ignore
+OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
     r"|weights/(?!tries/)[^/]+/[^/]+/\d+\.safetensors|evaluations/[^/]+/\d+/evaluation\.json|data/\w+\.txt)"
 )
@@ -61,8 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unfinished(affected, states)
     refuse_links_and_folders(affected)
     back = sorted({*affected} & {*committed})
-    # Weights move before records. If the process is killed in between, the changed record is still in its place. The next
-    # call finds this record, and through it the weights.
+    # Weights move before records. After a kill in between, the changed record leads the next call to the weights.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
     print_paths(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
@@ -77,20 +75,20 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_while_others_work()
     if changed_paths() != states:
         raise UserError("nothing was restored, as files have changed since the list: give the command again.")
-    # Files that were edited after staging have two versions to keep.
+    # A file that was edited after staging has two versions to keep.
     staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]
     restore(folder, affected, staged, moving, back)
     print(f"Restored. What was here is in {folder}/")
 
 
 def restore(folder: Path, affected: list[str], staged: list[str], moving: list[str], back: list[str]) -> None:
-    """Resets git's index, moves files to a folder, and restores committed files. A failure undoes everything.
+    """Resets git's index, moves files aside, and restores committed files. A failure undoes everything.
 
     Args:
-        folder: new folder for the present versions of the files.
+        folder: new folder for the present versions of files.
         affected: paths to reset in git's index.
-        staged: paths whose versions in the index are copied to the subfolder `staged`.
-        moving: paths to move to the folder.
+        staged: paths whose versions in the index are copied to folder/staged.
+        moving: paths to move to `folder`.
         back: paths to restore from the last commit.
     """
     incoming = folder.with_name(folder.name + INCOMING)
@@ -126,7 +124,7 @@ def restore(folder: Path, affected: list[str], staged: list[str], moving: list[s
 
 
 def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
-    """Undoes `restore`: moves the files in the folder back to their places, where they replace the committed files."""
+    """Undoes `restore`: deletes the restored files in `back`, and moves the files in `moving` back from `folder`."""
     has_moved = {path: os.path.lexists(folder / path) for path in moving}
     for path in back:
         if has_moved.get(path, True) and os.path.lexists(path):
@@ -138,7 +136,7 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 
 
 def refuse_while_others_work() -> None:
-    """Raises UserError if a stage, a training or DVC runs here and could write to the restored files."""
+    """Raises UserError if a stage, a training or DVC runs in this folder."""
     if others := [*locks.held(), *locks.stages()]:
         raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
@@ -146,7 +144,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Prints to which folder a killed restore moved files, and removes the copies of committed files left by the restore."""
+    """Prints where a killed restore has moved files, and deletes the copies of committed files in .restored/."""
     for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -154,9 +152,9 @@ def tell_of_interrupted() -> None:
 
 
 def refuse_hidden(outputs: list[str]) -> None:
-    """Raises UserError if flags in git's index hide changes of outputs, since `changed_paths` would lack these changes.
+    """Raises UserError if flags in git's index hide changes of outputs from `changed_paths`.
 
-    A sparse checkout also sets the flag skip-worktree, but only for absent files. These files raise no error.
+    A sparse checkout sets the flag skip-worktree too, but only for absent files, which raise no error.
     """
     hidden: dict[str, list[str]] = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):
@@ -172,7 +170,7 @@ def refuse_hidden(outputs: list[str]) -> None:
 
 
 def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
-    """Raises UserError during a merge or similar operation, and if a path is in conflict."""
+    """Raises UserError during a merge or a similar operation, and if a path is in conflict."""
     options = []
     for name in UNFINISHED:
         options += ["--git-path", name]
@@ -186,7 +184,7 @@ def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
 
 
 def refuse_links_and_folders(affected: list[str]) -> None:
-    """Raises UserError if a path is a link or a folder, or if a folder above the path is a link."""
+    """Raises UserError if a path is a link or a folder, or lies in a linked folder."""
     for path in affected:
         for each in (Path(path), *Path(path).parents):
             is_folder = str(each) == path and each.is_dir()
@@ -197,10 +195,8 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 
 
 def changed_paths() -> dict[str, str]:
-    """Returns the paths that differ from the last commit, each with git's two status letters: of the index, and of the file.
-
-    Ignores the user's global gitignore, which may list *.csv and would then hide the CSV files of runs.
-    """
+    """Returns git's two status letters, of the index and of the file, for each path that differs from the last commit."""
+    # The user's global gitignore may list *.csv, which would hide files of runs.
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
     return {line[3:]: line[:2] for line in lines if line}
@@ -225,8 +221,7 @@ def is_output(path: str, outputs: list[str]) -> bool:
 
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
-    """Returns the weights that git ignores and that belong to a run with an affected record. These weights would not match
-    the restored record."""
+    """Returns the weights that git ignores and that would not match a restored record."""
     records = filter(None, map(RECORD_PATH.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
@@ -234,14 +229,14 @@ def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
 
 
 def new_folder() -> Path:
-    """The path of a new folder for this restoration, named by date and time."""
+    """Returns the path of a new folder, named by date and time."""
     name = time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = sorted(MOVED_ASIDE.glob(f"{name}*"))
     return MOVED_ASIDE / (f"{name}-{len(taken)}" if taken else name)
 
 
 def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
-    """Prints a list of paths. The files of a run share a line, and so do the files of a folder that the commit lacks."""
+    """Prints paths. The files of a run share a line, and so do the files of a folder that the commit lacks."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
     if counts:
@@ -251,11 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the text that `print_paths` prints for a path.
-
-    The text is the topmost folder in the path that `known` lacks or that holds a single run. If there is no such folder,
-    the text is the path itself.
-    """
+    """Returns the topmost folder of a path that `known` lacks or that holds one run. If none does, returns the path."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
@@ -265,14 +256,14 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes to `folder` the versions of files that git's index holds. Raises UserError if git omits a file."""
+    """Writes the versions of files in git's index to `folder`. Raises UserError if git omits a file."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")
 
 
 def move(source: Path, target: Path) -> None:
-    """Moves a file, even to another disk. The target is never incomplete. If the move fails, the source stays."""
+    """Moves a file, even to another disk. The target is never incomplete. After a failure, the source is still there."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(source, target)

@@ -47,17 +47,14 @@ def main() -> None:
 
 
 def model_digests(tree: Path) -> dict[str, str]:
-    """Trains each model with the code and parameters in `tree`, and returns the digest of each model's weights.
-
-    The folder `tree` must contain this module.
-    """
+    """Trains each model with the code and parameters in `tree`. Returns the digest of each model's weights."""
     command, settings = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"], os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=settings, check=True, encoding="utf-8", stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
 
 def first_losses(name: str, steps: int = STEPS) -> tuple[list[float], str]:
-    """Trains a model on the sample with seed 0. Returns the first losses, and the SHA-256 of the weights after `steps`."""
+    """Trains a model on the sample with seed 0. Returns the losses and the SHA-256 of the weights after `steps` steps."""
     config = params.resolve_recipe(params.load(), params.load_paper(), name, {"train": {"batch_size": BATCH}})
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "sample"})})
     training, losses = Training(config, 0, torch.device("cpu")), []

@@ -14,11 +14,9 @@ from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.training.run import Run
 
-TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # number of training images; other published data sets have 60,000
-
-# Seconds that a stage takes on one thread. The key is the group of the stage, or the study that the stage runs.
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}
-OTHER_SECONDS = 5  # seconds of any other stage
+TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # other published data sets have 60,000
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # of stages, on one thread
+OTHER_SECONDS = 5
 
 
 def of_stage(name: str) -> float:
@@ -28,12 +26,9 @@ def of_stage(name: str) -> float:
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
-    """Returns a number proportional to a training's time: the number of patches seen × the number of blocks.
+    """Returns a number proportional to the time of a training: the number of patches seen × the number of blocks.
 
-    Returns None if the user's images are needed but absent.
-
-    Args:
-        data_sha256: digest of the data that a run was trained on. If the user's images have another digest, returns None.
+    Returns None if the training needs images of the user that are absent or do not have the digest `data_sha256`.
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
@@ -48,16 +43,16 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
 
 
 class Estimates:
-    """Estimates the time of trainings from the records of earlier trainings. Reads the records at the first estimate."""
+    """Estimates the time of trainings. Reads the records of earlier trainings only at the first estimate."""
 
     def __init__(self, known: Iterable[RunRecord]) -> None:
         self._known = known
 
     @cached_property
     def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """Lists of the seconds per unit of `relative_cost` that earlier trainings took, in ascending order.
+        """Seconds per unit of `relative_cost` of earlier trainings, in ascending order.
 
-        The key of a list is a pair: a device, or None for all devices, and a key from `_keys`.
+        Each key is a pair: a device, or None for all devices, and a key from `_keys`.
         """
         paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
         for record in self._known:
@@ -65,15 +60,14 @@ class Estimates:
         return paces
 
     def add(self, record: RunRecord) -> None:
-        """Adds the record of a training that has just ended."""
         _note(record, self._paces)
 
     def of(self, run: Run, config: RunConfig) -> float | None:
-        """Estimates the seconds that a run takes. Returns None without records, or if the run has no `relative_cost`.
+        """Estimates the seconds that a run takes, or returns None if nothing is known.
 
-        The estimate is the run's `relative_cost` times the median of the seconds per unit, over the records of the same
-        study and name. Without such records, the median is over the same variant, and otherwise over all records. If there
-        are records of this machine's kind of device, CPU or GPU, all other records are ignored.
+        The estimate is the run's `relative_cost` times the median seconds per unit of cost. The median is over earlier runs
+        of the same study and name, else of the same variant, else over all runs. If any earlier run used this machine's kind
+        of device, CPU or GPU, runs on other devices do not count.
         """
         if (cost := relative_cost(config)) is None:
             return None
@@ -86,7 +80,7 @@ class Estimates:
 
 
 def _keys(run: Run | RunRecord) -> tuple:
-    """Returns the keys under which `_paces` stores a run: a pair of study and name, the variant, and None for all runs."""
+    """Returns the keys of a run in `Estimates._paces`, from the most specific to None, which all runs share."""
     return (run.study, run.name), run.variant, None
 
 
@@ -99,7 +93,7 @@ def _note(record: RunRecord, paces: dict[tuple[str | None, Any], list[float]]) -
 
 
 def spent(record: RunRecord, **others: float) -> str:
-    """Formats the time of a run and of its phases: "12 min (start 4 s, steps 10 min)". Omits phases below 1 % or 0.5 s."""
+    """Formats the times of a run and of its longer phases, as in "12 min (start 4 s, steps 10 min)"."""
     phases = record.phases | others
     least = max(0.5, sum(phases.values()) / 100)
     shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]
@@ -107,6 +101,6 @@ def spent(record: RunRecord, **others: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats a duration in seconds, as in "2 h 5 min", "12 min" or "40 s"."""
+    """Formats seconds, as in "2 h 5 min", "12 min" or "40 s"."""
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if seconds >= 100 else f"{seconds:.0f} s"

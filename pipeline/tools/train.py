@@ -1,9 +1,7 @@
 """Trains one variant with one seed: `python -m pipeline train osa_qr 0`.
 
-It uses CUDA if available, else the CPU. On CUDA, a graph launches each step, without changing results. After an
-interruption, the same command resumes at the last point of the curves, and ends with the same bits as an uninterrupted run.
-
-With `--set train.learning_rate=1e-3` the run is a try, stored under paper_outputs/runs/tries, which DVC and git ignore.
+After an interruption, the same command resumes at the last point of the curves, and ends with the same bits as an
+uninterrupted run. With `--set train.learning_rate=1e-3`, the run is a try, which DVC and git ignore.
 """
 
 import sys
@@ -28,7 +26,7 @@ def main() -> None:
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args(params.without_stage(sys.argv[1:]))
 
-    from pipeline.training.loop import configure_torch  # imports torch, which is slow and not needed for `--help`
+    from pipeline.training.loop import configure_torch  # imports torch, which is slow
     from pipeline.training.recorder import train
 
     before = provenance.process_seconds()

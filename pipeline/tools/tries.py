@@ -1,8 +1,7 @@
 """Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-It trains every combination of values and seeds, several runs at once, and skips runs that are already trained. Then it
-prints a table that compares the test accuracies with Table 2. The comparison uses a rank test, like the verdicts on claims.
-Records stay under paper_outputs/runs/tries, which git and DVC ignore. Weights are deleted.
+It trains the missing runs of every combination of values and seeds. Then it compares their test accuracies with Table 2, by
+the rank test of the verdicts on claims. Records stay under paper_outputs/runs/tries, which git and DVC ignore.
 """
 
 import argparse
@@ -67,11 +66,11 @@ def seeds(text: str) -> list[int]:
 
 
 def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[Job]:
-    """Returns the runs of all combinations of model, values and seed. Raises UserError if a combination is impossible."""
+    """Returns a run for each combination of model, values and seed. Raises UserError if a combination is impossible."""
     axes = []
     for option in options:
         key, equals, values = option.partition("=")
-        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # splits at commas outside []
+        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # at commas outside []
     jobs = {}
     for model, changes, seed in itertools.product(models, itertools.product(*axes), seeds):
         run = Run(model, seed, TRIES, params.parse_overrides(list(changes)))
@@ -80,13 +79,13 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
 
 
 def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, ResultsBySeed]:
-    """Trains the missing runs of the grid, and deletes their weights. Returns all results, by model and by seed.
+    """Trains the missing runs of a grid, and deletes their weights. Returns all results of the grid, by model and seed.
 
     Raises:
         UserError: a combination is impossible, the data are missing, or a training fails.
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
-    for _, config in jobs:  # checks the data before any process starts
+    for _, config in jobs:  # raises an error before any process starts
         if config.data.source == params.USER_FOLDER:
             config.data.description()
         source_digest(config.data.source)
@@ -111,7 +110,7 @@ def result_of(run: Run, record: RunRecord) -> Trained:
 
 
 def parameters(record: RunRecord) -> dict[str, str]:
-    """Returns the parameters of a run, the digest of its data (key `data`) and its `osa.NUMERICS` (key `numerics`)."""
+    """Returns everything on which the numbers of a run depend: parameters, data and `osa.NUMERICS`."""
     found: dict[str, str] = {}
     for section, values in record.config.model_dump(mode="json", exclude_defaults=True).items():
         found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
@@ -119,10 +118,7 @@ def parameters(record: RunRecord) -> dict[str, str]:
 
 
 def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[str, str]:
-    """Returns a row of the table that compares runs of Table 2, `old`, with tried runs, `new`.
-
-    The entry `changes` lists the parameters that differ.
-    """
+    """Compares runs of Table 2, `old`, with tried runs, `new`. The entry `changes` lists the parameters that differ."""
     row = {"model": name, "before": cell(old), "after": cell(new)}
     row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
     if not old:
@@ -139,15 +135,12 @@ def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[st
 
 
 def accuracies(runs: ResultsBySeed) -> list[float]:
-    """The accuracies of the runs in per cent. A diverged run gets the accuracy of a guess."""
+    """Returns accuracies in per cent. A diverged run gets the accuracy of a guess."""
     return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 
 def cell(runs: ResultsBySeed) -> str:
-    """Formats accuracies as mean ± standard deviation (number of runs): "97.03 ± 0.15 (3)".
-
-    These numbers exclude diverged runs, whose number follows.
-    """
+    """Formats accuracies as mean ± standard deviation (runs), as in "97.03 ± 0.15 (3), 1 diverged"."""
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-PATIENCE_SECONDS = 60  # maximum wait in `sync_quietly` for the import of one run; each further run adds 1 s
+PATIENCE_SECONDS = 60  # maximum time for the import of one run; each further run adds 1 s
 
 
 def sync_quietly(*runs: object) -> None:
-    """Imports newly trained runs into MLflow, in a separate process. A failure only prints a warning."""
+    """Imports runs into MLflow, in a separate process. A failure only prints a warning."""
     names, patience = [str(run) for run in runs], PATIENCE_SECONDS + len(runs) - 1
     command = [sys.executable, "-m", "pipeline.tracking", "sync", "--only", *names]
     try:

@@ -28,18 +28,17 @@ Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over t
 of them, and `ViT, init.head=zeros` has that value replaced. Parameters are named as in `params.yaml`; the tag `run` is the
 folder under `paper_outputs/runs`.
 """
-GREY = "#808080"  # replaces the colour INK, which is invisible in MLflow's dark scheme
-MOST_RUNS = 50_000  # MLflow's maximum number of results of a search
+GREY = "#808080"  # instead of INK, which is invisible in MLflow's dark scheme
+MOST_RUNS = 50_000  # results of a search; MLflow's maximum
 
 
 def name_of(run: "Run") -> str:
-    """Returns the name of an MLflow run: table_2/osa_qr/0 for a training, table_2/osa_qr for a parent, and "" for a run that
-    this package did not create."""
+    """Returns table_2/osa_qr/0 for a training, table_2/osa_qr for a parent run, and "" for a run of the user."""
     return run.data.tags.get("run") or run.data.params.get("run", "")  # older stores have the name as a parameter
 
 
 class Experiment:
-    """The experiment in MLflow. The constructor creates the experiment and its views if they are absent."""
+    """The experiment in MLflow. The constructor creates the experiment and its views if absent."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
@@ -57,7 +56,7 @@ class Experiment:
 
     @cached_property
     def params(self) -> Any:
-        """The content of params.yaml, or None if the file is invalid, since an unfinished edit must not stop an import."""
+        """The content of params.yaml, or None if the file is invalid. An unfinished edit must not stop an import."""
         with suppress(UserError):
             return params.load()
         return None
@@ -67,7 +66,7 @@ class Experiment:
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:
-        """Returns the runs of each of `families`, such as table_2/osa_qr, newest run first. None means all families."""
+        """Returns the runs of each family, such as table_2/osa_qr, newest run first. None stands for all families."""
         queries = [""]
         if families is not None:
             pairs = [family.split("/") for family in families]
@@ -81,8 +80,7 @@ class Experiment:
         return found
 
     def create(self, name: str, start: int, tags: dict[str, str]) -> "Run":
-        """Creates a run with a title and the model's colour in Figure 1. Later syncs keep the user's edits of title and
-        colour."""
+        """Creates a run with a title and the model's colour in Figure 1. No later sync changes title or colour."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # the user of a container may have no name
@@ -90,10 +88,7 @@ class Experiment:
         return self.client.create_run(self.id, start, tags, self._title(tags))
 
     def _title(self, tags: dict[str, str]) -> str:
-        """Returns a run's title, such as "OSA (QR), seed 0".
-
-        An override or, without overrides, the name of a study follows the model: "ViT, init.head=zeros", "ViT, depth".
-        """
+        """Returns the title of a run: "OSA (QR), seed 0", "ViT, init.head=zeros" or, for the study depth, "ViT, depth"."""
         variant, study = tags["variant"], tags["study"]
         label = self.params.label(variant) if self.params else variant
         replaced = re.split(r"\+(?=[a-z])", tags["name"].removeprefix(variant))[1:]
@@ -105,10 +100,7 @@ class Experiment:
     def write(
         self, run: "Run", tags: Mapping[str, str], values: Sequence[Value] = (), parameters: Mapping[str, str] | None = None
     ) -> None:
-        """Writes metrics, changed parameters and changed tags, in this order.
-
-        The tags come last, since they mark a run as up to date: the next sync repeats an interrupted write.
-        """
+        """Writes metrics, then changed parameters, then changed tags. Tags mark a run as up to date, so they come last."""
         from mlflow.entities import Metric, Param, RunTag
 
         parameters = parameters or {}
@@ -120,14 +112,13 @@ class Experiment:
             self.client.log_batch(run.info.run_id, [Metric(*value) for value in values], new, new_tags)
 
     def _log_data(self, run: "Run", source: str) -> None:
-        """Logs the run's data set, for MLflow's column Dataset."""
+        """Fills MLflow's column Dataset."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow limits a digest to 36 characters
         self.client.log_inputs(run.info.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
     def end(self, run: "Run", status: str, at: int) -> None:
-        """Sets the status and the end time of a run."""
         if status == "RUNNING":
             self.client.update_run(run.info.run_id, status)
         else:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
     """Logs a trained model with its MLflow run, and registers it. Returns the model's address, or "" without weights.
 
-    torch.export writes the model without pickle, and MLflow can load the file without this code. The export takes
-    seconds and therefore comes first, so that an interruption rarely leaves a logged model without files.
+    torch.export writes the model without pickle, and MLflow can load the file without this code. The export takes long and
+    comes first, so that an interruption rarely leaves a model without files in MLflow.
 
     Raises:
         UserError: the weights do not match the record.
@@ -46,7 +46,7 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
         )
         client, name, seed = experiment.client, record.name, record.seed
         for left in client.search_logged_models([experiment.id], f"source_run_id = '{run.info.run_id}'"):
-            client.delete_logged_model(left.model_id)  # a model that a killed import has left
+            client.delete_logged_model(left.model_id)  # left by a killed import
         logged = client.create_logged_model(experiment.id, f"{name}-{seed}", run.info.run_id, params=run.data.params)
         try:
             client.log_model_artifacts(logged.model_id, str(path))
@@ -59,7 +59,7 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
             raise
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    # The version gets the address of the files. MLflow would look up an address models:/ID in its global store.
+    # The version gets the address of the files, since MLflow would look up an address models:/ID in its global store.
     place = logged.artifact_location
     client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

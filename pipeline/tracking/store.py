@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.core.errors import UserError, without_password
 
-ENVIRONMENT = {  # variables to set before importing MLflow, unless the user has set them
+ENVIRONMENT = {  # defaults of MLflow's variables
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # MLflow's background jobs are for language models
@@ -24,12 +24,11 @@ ENVIRONMENT = {  # variables to set before importing MLflow, unless the user has
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of the variables that we keep if the store is a database. Other variables could change the address of the store or
-# of the server.
+# Prefixes of the variables to keep for a database. Other variables could change the address of the store or of the server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how to connect to databases and artifacts
 ARTIFACTS = "mlartifacts"
-LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
+LOCATIONS = {  # columns of MLflow's tables with addresses of artifacts
     "experiments": ("artifact_location",),
     "runs": ("artifact_uri",),
     "logged_models": ("artifact_location",),
@@ -39,17 +38,14 @@ LOCK_SECONDS = 30  # maximum wait for another process that writes
 
 
 def root() -> Path:
-    """The root of the repository, even when DVC runs a stage in a temporary copy of it."""
+    """The root of the repository, even if DVC runs a stage in a temporary copy."""
     return Path(os.environ.get("DVC_ROOT") or ".").resolve()
 
 
 def address() -> str:
-    """Returns the store's address: MLFLOW_TRACKING_URI if set, else that of the SQLite database at the repository root.
-
-    An SQLite address cannot quote `?`, `#` or `%`. If a folder's name contains such a character, the address has a relative
-    path.
-    """
+    """Returns MLFLOW_TRACKING_URI if set, else the address of the SQLite database at the repository root."""
     path = root() / "mlflow.db"
+    # An SQLite address cannot quote ?, # or %. A relative path avoids a folder whose name contains such a character.
     quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
     return os.environ.get(URI_VARIABLE) or f"sqlite:///{quoted}"
 
@@ -61,21 +57,14 @@ def database() -> Path | None:
 
 
 def artifacts() -> str | None:
-    """Returns the address of the artifacts, or None if the store is a server.
-
-    The artifacts lie next to the database, since several clones may share a database.
-    """
+    """Returns the address of the artifacts, which lie next to the database, or None if the store is a server."""
     if address().startswith("http"):
         return None
     return ((database() or root() / "mlflow.db").resolve().parent / ARTIFACTS).as_uri()
 
 
 def make_settings_ours() -> None:
-    """Sets the variables of ENVIRONMENT that the user has not set.
-
-    If the store is a database, first removes the user's variables for MLflow that KEPT_SETTINGS does not cover, so that the
-    server of `make ui` does not inherit them.
-    """
+    """Adds ENVIRONMENT to the user's variables. For a database, first removes variables of MLflow except KEPT_SETTINGS."""
     if not address().startswith("http"):
         for name in [
             name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS)
@@ -85,11 +74,7 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Updates the addresses of artifacts in an SQLite store that was moved or copied together with its artifacts.
-
-    Args:
-        old: the former address of the artifacts.
-    """
+    """Replaces `old`, the former address of the artifacts, in an SQLite store that was moved or copied with them."""
     import sqlalchemy
 
     new = artifacts()
@@ -112,7 +97,7 @@ def _path(address: str) -> Path:
 
 
 def connect() -> tuple[Any, FileLock]:
-    """Opens the store. Returns a client of MLflow, and the lock to hold while writing.
+    """Opens the store. Returns an MLflow client, and the lock to hold while writing.
 
     Raises:
         UserError: MLflow is not installed, does not answer or cannot read its store.
@@ -126,12 +111,12 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    mlflow.clear_active_model()  # otherwise our metrics would go to a model that a notebook has left active
+    mlflow.clear_active_model()  # a notebook may have left one, which would get our metrics
     if path and not path.parent.is_dir():
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            # A killed process could leave half of the tables. A new database is therefore renamed at the end.
+            # A new database is renamed at the end, as a killed process could leave half of the tables.
             partial = path.with_name(f"{path.name}.partial")
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
@@ -140,14 +125,14 @@ def connect() -> tuple[Any, FileLock]:
             client = mlflow.MlflowClient(uri)
         except ImportError as error:
             raise UserError(f"{URI_VARIABLE} needs a driver ({error}): install it, or correct {URI_VARIABLE}.") from None
-    # A search creates thousands of objects. Without `freeze`, each garbage collection would scan all imported modules.
+    # A search creates thousands of objects, and each garbage collection would scan all imported modules.
     gc.freeze()
     return client, lock
 
 
 @contextmanager
 def errors_as_user_errors() -> Iterator[None]:
-    """Turns an error of MLflow or of its store into a UserError with cause and remedy."""
+    """Turns an error of MLflow or the database into a UserError with cause and remedy."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -159,7 +144,7 @@ def errors_as_user_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception, why: str) -> str:
-    """Returns a remedy for an error. The remedy never deletes the store, which may hold other runs of the user."""
+    """Returns a remedy that does not delete the store, which may hold other runs of the user."""
     is_ours = not os.environ.get(URI_VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"
@@ -171,9 +156,9 @@ def _remedy(error: Exception, why: str) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """The root cause of an error, on one line. MLflow's outermost error often names only an address."""
+    """Returns the root cause of an error, on one line. MLflow's outermost error often names only an address."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        if isinstance(behind, KeyError):  # the KeyError behind an unknown address says less than the error that follows it
+        if isinstance(behind, KeyError):  # about an unknown address, MLflow's own error says more
             break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])

@@ -1,7 +1,7 @@
 """Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child for each seed.
 
-A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family. It can
-therefore run at any time, in several processes and after an interruption, without duplicating runs.
+A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family. Several
+processes can therefore sync, and a sync can be repeated after an interruption, without duplicate runs.
 """
 
 import math
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
 
     from pipeline.config.params import RunConfig
 
-ENDED = ("FINISHED", "FAILED")  # status in MLflow of finished and of diverged runs
+ENDED = ("FINISHED", "FAILED")  # MLflow's status of finished and of diverged runs
 COSTS = ("seconds", "images_per_second")
-OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # keys of a record that become tags
+OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # keys of records that become tags
 ENVIRONMENT_TAGS = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
 SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
-REPORT = ("figure_1.svg", "report.html")  # files that a sync attaches to each model of Table 2
+REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
 
 def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
     """Imports new runs, and new points of runs in training, into MLflow.
 
     Args:
-        only: Prefixes of the names of runs to import; empty for all runs. Other families are not read.
-        with_models: True to log the trained models of Table 2 too.
-        opened: The client and the lock from `store.connect`, if already open.
+        only: prefixes of the names of runs to import. Empty stands for all runs.
+        with_models: if True, also log the trained models of Table 2.
+        opened: result of `store.connect`, if the store is already open.
 
     Returns:
         The number of new runs, and the number of all runs found.
@@ -76,12 +76,11 @@ def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple |
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar that appears after two seconds."""
     return tqdm(total=total, desc="MLflow", unit=unit, delay=2, mininterval=1 if sys.stderr.isatty() else 10)
 
 
 def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> Any:
-    """Calls `function`. If the training cannot be read or MLflow refuses its data, prints a warning and returns None."""
+    """Calls `function`. If a file cannot be read or MLflow refuses a value, prints a warning and returns None."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -101,7 +100,7 @@ def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> Non
     """Logs the trained model of each finished run that has no model in MLflow."""
     runs: dict[str, Run] = {}
     for family in experiment.search({training.family for training in trainings}).values():
-        runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name replaces older ones
+        runs |= {name_of(run): run for run in reversed(family)}  # the newest run of each name
     left = []
     for training in trainings:
         run = runs.get(training.name)
@@ -118,12 +117,12 @@ class Family:
     """The MLflow runs of one family: a parent for each configuration, and a child for each training."""
 
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
-        self.experiment, self.name, self.runs = experiment, name, runs  # `runs` has the newest run first
+        self.experiment, self.name, self.runs = experiment, name, runs  # newest run first
         self.known = {(name_of(run), run.info.start_time): run for run in runs}
-        self.seen: set[str] = set()  # ids of the MLflow runs whose files were found
+        self.seen: set[str] = set()  # ids of runs whose files exist
         self.has_changed = False  # True if `runs` is out of date
         self.parents: dict[str, Run] = {}  # digest of a configuration → its parent run
-        self.surplus: list[Run] = []  # parents to delete: duplicates, and parents without children
+        self.surplus: list[Run] = []  # parents to delete
         for run in runs:
             if name_of(run) == name:
                 configuration = run.data.tags.get("configuration", "")
@@ -133,7 +132,7 @@ class Family:
                     self.parents[configuration] = run
 
     def import_run(self, training: TrackedTraining) -> bool:
-        """Creates or updates a child from the files of its training. Returns True if the child is new."""
+        """Creates or updates the child of a training. Returns True if the child is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
@@ -158,7 +157,7 @@ class Family:
         return is_new
 
     def _once(self, training: TrackedTraining, metrics: dict) -> list[Value]:
-        """Returns the metrics that have a single value, not a curve."""
+        """Returns the metrics that are single values instead of curves."""
         once = {}
         for key in COSTS:
             if (value := getattr(training.record, key)) is not None:
@@ -169,14 +168,13 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference from it. Returns {} for other studies than Table 2, and for models
-        without a number in the paper's Table 2."""
+        """Returns the paper's accuracy and the difference, or {} if the paper's Table 2 does not have the model."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
-        """Marks a run of this machine as killed if MLflow shows it as running but it has no files."""
+        """Marks each run of this machine as killed that is running according to MLflow but has no files."""
         for run in self.runs:
             is_ours = run.data.tags.get("host") == platform.node()
             if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:
@@ -208,8 +206,7 @@ class Family:
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
         """Returns the ids of the current runs: all runs in training, and the newest ended run of each seed.
 
-        In Table 2, an ended run counts only if it has the configuration in params.yaml. If no run has this configuration,
-        all ended runs count.
+        In Table 2, if some runs have the configuration in params.yaml, ended runs with another configuration do not count.
         """
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
@@ -222,7 +219,7 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns the digests of the configuration that params.yaml gives a model of Table 2, one digest per data set.
+        """Returns a digest of the configuration in params.yaml for each data set of the runs.
 
         The result is empty outside Table 2, and if all runs have the same configuration.
         """
@@ -235,22 +232,18 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """Returns the parent of children with these tags, and creates it if absent.
-
-        In Table 2, a new parent starts now instead of at `start`, so that MLflow lists it first when no view is open.
-        """
+        """Returns the parent of children with these tags. Creates the parent if absent."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
-            start = _now() if tags["study"] == TABLE_2 else start
+            start = _now() if tags["study"] == TABLE_2 else start  # MLflow lists the newest runs first
             self.parents[configuration] = self.experiment.create(self.name, start, shared)
         return self.parents[configuration]
 
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
-        """Updates a parent's statistics over the newest ended run of each seed, if these runs have changed.
+        """Updates the statistics of a parent over the newest ended run of each seed.
 
-        A parent has no mean curves. MLflow can only append to a metric, and after a new seed it would draw the old and the
-        new means as one zigzag.
+        A parent has no curves, since MLflow can only append to a curve, and a new seed changes every mean.
         """
         newest: dict[int, Run] = {}
         for child in children:
@@ -277,10 +270,7 @@ class Family:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """Returns means and standard deviations of the last values of the runs that start, as in Table 2.
-
-        The result also has the number of these runs, of finished runs that do not start, and of diverged runs.
-        """
+        """Returns means and standard deviations of the last values of the runs that start, and numbers of runs."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}
@@ -296,7 +286,7 @@ class Family:
         return values | deviations | {"num_seeds": len(counted)} | failed
 
     def _attach_report(self, parent: "Run") -> None:
-        """Attaches Figure 1 and the report to a parent in Table 2, as artifacts."""
+        """Attaches Figure 1 and the report to a parent in Table 2."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
         digest = files.json_digest([files.sha256(path) for path in paths])[:16]
         if paths and self.name.startswith(f"{TABLE_2}/") and parent.data.tags.get("report") != digest:
@@ -306,7 +296,6 @@ class Family:
 
 
 def _tags(training: TrackedTraining) -> dict[str, str]:
-    """Returns the tags of a child. All children of a parent have the same tag `configuration`."""
     record = training.record
     tags = {key: getattr(record, key) for key in OWN}
     tags |= {key: getattr(record.environment, key) for key in ENVIRONMENT_TAGS}
@@ -321,12 +310,12 @@ def _tags(training: TrackedTraining) -> dict[str, str]:
 
 
 def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
-    """The digest of a training's files and of the GUARDED tags."""
+    """Returns a digest of the files of a training and of the GUARDED tags."""
     return files.json_digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
-    """Returns the digest of study, name, data and configuration, which all children of a parent share."""
+    """Returns a digest that all children of a parent share."""
     return files.json_digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
 
 

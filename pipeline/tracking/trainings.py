@@ -1,7 +1,6 @@
 """Reads a training from its files, whether it is running or has ended.
 
-A sync checks every training and usually finds nothing new. This module therefore imports pandas and SciPy, which are slow to
-import, only when `starts` reads a curve.
+A sync reads every training and usually finds nothing new, so slow imports, such as pandas, wait until `starts` needs them.
 """
 
 import csv
@@ -19,30 +18,27 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training.run import RUNS, SCRATCH, Run
 
-# The order matters: MLflow shows metrics in the order of logging, and its page Compare opens with the first metric.
+# MLflow shows metrics in this order, and its page Compare opens with the first.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-LOST_SECONDS = 3600  # a training counts as killed if it adds no point for this time
+LOST_SECONDS = 3600  # a training without a new point for this time counts as killed
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow
 
-Value = tuple[str, float, int, int]  # a metric's key and value, its time in milliseconds since 1970, its step
+Value = tuple[str, float, int, int]  # key, value, milliseconds since 1970, and step of a metric
 
 
 class TrackedTraining:
-    """A training, identified by the path of its record: in RUNS if the training has ended, in SCRATCH if it is running."""
+    """A training, given by the path of its record: in RUNS if the training has ended, in SCRATCH if it is running."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         study, name, seed = path.parts[-4:-1]
         self.family = f"{study}/{name}"  # for instance table_2/osa_qr
-        # The name, such as table_2/osa_qr/0, ends with the seed. While a run trains, its folder is named SEED-KEY.
-        self.name = f"{self.family}/{seed.partition('-')[0]}"
+        self.name = f"{self.family}/{seed.partition('-')[0]}"  # the folder of a running training is named SEED-KEY
         self.has_ended = not path.is_relative_to(SCRATCH)
 
     @cached_property
     def digest(self) -> str:
-        """The digest of a training's files.
-
-        If the training is running, digests only the record, which changes with each point of the curves.
+        """A digest of the files of an ended training, or of the record of a running one.
 
         Raises:
             UserError: a file is a link, which could expose any file on this machine.
@@ -56,7 +52,7 @@ class TrackedTraining:
 
     @cached_property
     def record(self) -> RunRecord:
-        """The training's record. Raises UserError if the record is damaged."""
+        """The record. Raises UserError if the file is damaged."""
         return records.parse(self.path, records.RunRecord, f"`git checkout {self.path.parent}`")
 
     @cached_property
@@ -72,32 +68,28 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """The end of the training, or its last point if the training is running, in milliseconds since 1970."""
+        """The end of an ended training, or the last point of a running one, in milliseconds since 1970."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
     @property
     def status(self) -> str:
-        """MLflow's status: RUNNING, FINISHED, FAILED if it diverged, or KILLED if it added no point for LOST_SECONDS."""
+        """The status for MLflow: RUNNING, FINISHED, FAILED or KILLED. A training that diverged has failed."""
         if not self.has_ended and time.time() - self.path.stat().st_mtime > LOST_SECONDS:
             return "KILLED"
         return STATUS[self.record.status]
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json, or {} during training. Raises UserError if a file differs from the record."""
+        """Returns the content of metrics.json, or {} during training. Raises UserError if the run is damaged."""
         if not self.has_ended:
             return {}
         self.run.record()
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """Returns the points of the curves, with accuracies in per cent.
-
-        Omits each loss that is not finite, and the accuracy of the same split at the same point. Values come from the
-        history, and times from the record. During training, the history may have one point more than the record. This point
-        is omitted too.
-        """
+        """Returns the points of the curves, with accuracies in per cent. Omits points with an infinite or NaN loss."""
         values = []
+        # While a training runs, its history may have one point more than its record.
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
             for row, timestamp in zip(csv.DictReader(history), self.record.timestamps, strict=self.has_ended):
                 point = {key: float(row[key] or "nan") for key in LOGGED_CURVES}
@@ -109,7 +101,7 @@ class TrackedTraining:
         return values
 
     def starts(self) -> bool:
-        """True if an ended run starts, as defined in pipeline/statistics/verdicts.py."""
+        """True if an ended run starts, as defined in pipeline/statistics/claims.py."""
         from pipeline.statistics.claims import starts
 
         guess_loss = math.log(self.record.config.model.num_classes)
@@ -117,13 +109,13 @@ class TrackedTraining:
 
 
 def find(beginnings: Sequence[str] = ()) -> list[TrackedTraining]:
-    """Finds the trainings with names that begin with one of `beginnings`. By default, finds all."""
+    """Returns the trainings whose names begin with one of `beginnings`, by default all."""
     paths = sorted(RUNS.glob("*/*/*/record.json")) + sorted(SCRATCH.glob("*/*/*-*/record.json"))
     return [training for training in map(TrackedTraining, paths) if training.name.startswith(tuple(beginnings) or "")]
 
 
 def rounded_metric(key: str, value: float) -> float:
-    """Rounds accuracies, in per cent, to two decimals, and other values to five significant digits."""
+    """Rounds an accuracy, in per cent, to two decimals, and any other value to five significant digits."""
     return round(value, 2) if "accuracy" in key else float(f"{value:.5g}")
 
 

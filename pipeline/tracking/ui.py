@@ -16,7 +16,7 @@ POLL_SECONDS = 3.0
 
 
 def ui() -> None:
-    """Serves the store on 127.0.0.1, and syncs it whenever a record changes, until interrupted."""
+    """Serves MLflow on 127.0.0.1, and syncs whenever a record changes, until interrupted."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     server, site = None, without_password(store.address()).rstrip("/")
@@ -35,7 +35,7 @@ def ui() -> None:
 
 
 def start_server(port: str) -> tuple[subprocess.Popen, int]:
-    """Starts `mlflow server`. Returns the server's process and port. If `port` is 0, the system chooses a port.
+    """Starts MLflow's server. Returns the process and the port. If `port` is 0, the system chooses a port.
 
     Raises:
         UserError: the port cannot be used.
@@ -52,8 +52,8 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
-    """Prints the addresses of the two views once the server answers. Then syncs whenever a record changes."""
-    from pipeline.tracking import sync, trainings  # takes seconds, during which the server starts
+    """Prints the addresses of the two views. Then syncs whenever a record changes, until the server ends."""
+    from pipeline.tracking import sync, trainings  # takes seconds, in which the server starts
 
     opened = store.connect()
     with store.errors_as_user_errors():
@@ -65,7 +65,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     print(f"{'Their curves':<16}{page}seeds&compareRunsMode=CHART", flush=True)
     seen = None
     while server is None or server.poll() is None:
-        # Sync from time to time even without a new point, to notice killed trainings.
+        # The state also changes every LOST_SECONDS, since a killed training adds no point.
         points = [(training.path, _age(training.path)) for training in trainings.find()]
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
@@ -99,6 +99,6 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
-    # The address may hold a password, and `ps` shows arguments. The server therefore reads the address from a variable.
+    # Passed in a variable, since the address may hold a password and `ps` shows arguments.
     os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()
     cli()

@@ -5,18 +5,14 @@ import json
 from pipeline.tracking.trainings import LOGGED_CURVES
 from pipeline.training.run import TABLE_2
 
-# Widths of columns in pixels. The columns of a view and its tick box need at most 823 pixels, the width that MLflow's panels
-# leave of a window of 1440 pixels.
+# Widths of columns in pixels. In a window of 1440 pixels, MLflow leaves 823 for all columns and the tick box.
 MODEL_WIDTHS = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
 SEED_WIDTHS = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
 OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDateAndNestInfo is the creation time
 
 
 def views() -> dict[str, str]:
-    """Returns a dictionary from keys to views in MLflow's format. An address with `viewStateShareKey=KEY` opens view KEY.
-
-    If MLflow cannot read a view, MLflow shows its default view.
-    """
+    """Returns views in MLflow's format. An address with `viewStateShareKey=KEY` opens the view with this key."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]
@@ -51,7 +47,6 @@ def _chart(metric: str, kind: str) -> dict:
 
 
 def _line(metric: str) -> dict:
-    """Returns a chart of one metric over the epochs, with a logarithmic axis for losses."""
     return {
         **_chart(metric, "LINE"),
         "scaleType": "log" if "loss" in metric else "linear",

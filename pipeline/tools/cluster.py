@@ -6,8 +6,7 @@ import os
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,28 +21,19 @@ from pipeline.core import files, provenance
 from pipeline.core.errors import UserError
 from pipeline.data import idx
 from pipeline.tools import jobs
-from pipeline.tools.jobs import Job, command, execute
+from pipeline.tools.jobs import Job, as_completed, command, execute
 from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # paths in the archive, which also holds the data
 RETRIES = 3  # maximum number of restarts of a training whose node has died
 OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # pattern of Ray's messages
 
-# Given tasks and a number of seconds, waits at most this long for a task to end. Returns the ended tasks.
-Ended = Callable[[list, float], list]
-# Given a run and its task, stores the files of the finished run.
-Receive = Callable[[Run, Any], None]
 
-
-@contextmanager
-def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tuple[dict[Any, Run], Ended, Receive]]:
-    """Submits trainings to a Ray cluster.
-
-    Yields:
-        The run of each task, a function that waits for tasks, and a function that stores the files of an ended task.
+def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Generator[list[Run]]:
+    """Trains runs on a Ray cluster. At least every `seconds`, yields the runs whose files have come since the last list.
 
     Raises:
-        UserError: Ray is not installed, or the address has no cluster.
+        UserError: Ray is not installed, the address has no cluster, or a training failed.
     """
     ray = import_ray()
     try:
@@ -64,12 +54,12 @@ def submitted(listed: list[Job], address: str, per_gpu: int = 1) -> Iterator[tup
 
         known = {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
-        def ended(waiting: list, seconds: float) -> list:
+        def wait(waiting: list) -> list:
             ray.wait(waiting, timeout=seconds)
             name_lost_nodes(ray.nodes(), known)
             return ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
 
-        yield tasks, ended, lambda run, task: receive(run, ray.get(task))
+        yield from as_completed(tasks, wait, lambda run, task: receive(run, ray.get(task)))
     finally:
         ray.shutdown()
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import queue
 import shlex
@@ -17,10 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 from tqdm import tqdm
@@ -36,6 +36,7 @@ from pipeline.tools.jobs import (
     OF_TABLE_2,
     PROCESSES,
     Job,
+    as_completed,
     command,
     execute,
     is_trained,
@@ -46,6 +47,7 @@ from pipeline.tools.jobs import (
 from pipeline.training.run import TABLE_2, Run, matches
 
 SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds between updates of the progress, on a terminal and in a log
+BAR = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
 
 
 @entry_point
@@ -73,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"Nothing to train: all {len(jobs)} runs are there.")
             return
         uncommitted: list[str] = []
-        for ended in train_all(left, chosen.jobs, chosen.no_tracking, chosen.cluster, chosen.per_gpu):
+        for ended in train_all(left, chosen.jobs, chosen.per_gpu, chosen.no_tracking, chosen.cluster):
             uncommitted += commit(ended)
         if uncommitted:
             raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(uncommitted)}`.")
@@ -115,11 +117,11 @@ def single_instance(lock: Path) -> Iterator[None]:
 
 
 def train_all(
-    jobs: list[Job], at_a_time: int | None, no_tracking: bool, address: str | None = None, per_gpu: int = 1
+    jobs: list[Job], at_a_time: int | None, per_gpu: int, no_tracking: bool, address: str | None = None
 ) -> Iterator[list[Run]]:
     """Trains runs on the cluster at `address`, or on this machine if `address` is None. Yields groups of ended runs."""
     if address:
-        finished, at_a_time = on_cluster(jobs, address, per_gpu), len(jobs)
+        finished, at_a_time = cluster.train(jobs, address, per_gpu, show_every()), len(jobs)
     else:
         at_a_time = at_a_time or at_once(per_gpu)
         finished = train_here(jobs, at_a_time)
@@ -144,26 +146,23 @@ def at_once(per_gpu: int) -> int:
 
 
 def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Yields the groups of ended runs from `finished`, and prints a line for each run.
-
-    After every group, even an empty one, shows the progress of all trainings and the time left.
-    """
-    estimates, left = times.Estimates(record for _, record in recorded()), {str(run): (run, config) for run, config in jobs}
-    epochs, line = sum(config.train.epochs for _, config in jobs), "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
-    # `shown` is the displayed number of finished epochs, which never decreases. `news` holds the number of runs left and the
-    # value of `shown` at the last forecast.
-    shown, news = 0.0, None
-    with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=line) as bar:
-        for ended in itertools.chain([[]], finished):
+    """Yields the groups of ended runs from `finished`, without empty groups. Shows the progress after every group."""
+    estimates = times.Estimates(record for _, record in recorded())
+    left = {str(run): (run, config) for run, config in jobs}
+    epochs = sum(config.train.epochs for _, config in jobs)
+    shown, end = -1.0, math.nan  # number of finished epochs, and forecast of the time at which the last training ends
+    with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=BAR) as bar:
+        for ended in itertools.chain([[]], finished):  # shows the progress once before the first group
             for run in ended:
                 del left[str(run)]
                 estimates.add(run.ended_record())
-            standing = [progress(*job, estimates) for job in left.values()]
-            shown = max(shown, epochs - sum(number for number, _ in standing))
-            bar.n = len(jobs) - len(standing)
-            if (len(left), shown) != news:
-                news, seconds, told = (len(left), shown), [each for _, each in standing], time.monotonic()
-            forecast = time_left(seconds, at_a_time, time.monotonic() - told)
+            remaining = [progress(*job, estimates) for job in left.values()]
+            done, now = epochs - sum(number for number, _ in remaining), time.monotonic()
+            if ended or done > shown:  # otherwise the last forecast stands
+                shown = max(shown, done)
+                end = now + time_left([seconds for _, seconds in remaining], at_a_time)
+            forecast = f"{times.duration(end - now)} left" if end >= now else "time left unknown"
+            bar.n = len(jobs) - len(left)
             bar.set_postfix_str(f"{round(shown, 2):g} of {epochs} epochs, {forecast}")
             for run in ended:
                 metrics = run.metrics()
@@ -195,19 +194,11 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
     return config.train.epochs, estimates.of(run, config)
 
 
-def time_left(seconds: list[float | None], at_a_time: int, since: float = 0) -> str:
-    """Formats the time left for several runs. This time is unknown if a duration is None or `since` exceeds the forecast.
-
-    Args:
-        seconds: forecast duration of each run in seconds, or None if it is unknown.
-        at_a_time: number of runs that train at once.
-        since: age of the forecast in seconds.
-    """
-    known = [each for each in seconds if each is not None]
-    if len(known) < len(seconds):
-        return "time left unknown"
-    left = max(sum(known) / max(1, at_a_time), *known, 0) - since  # at least as long as the longest run
-    return f"{times.duration(left)} left" if left >= 0 else "time left unknown"
+def time_left(seconds: list[float | None], at_a_time: int) -> float:
+    """Returns the seconds until all runs have ended, from the seconds of each run. NaN if the time of a run is unknown."""
+    if None in seconds:
+        return math.nan
+    return max(sum(seconds) / at_a_time, *seconds, 0)
 
 
 # DVC
@@ -254,31 +245,31 @@ def commit(runs: list[Run]) -> list[str]:
     return targets if subprocess.run(command, check=False).returncode else []
 
 
-# Training on this machine or on a cluster
+# Training on this machine
 
 
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
     """Trains runs on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
 
-    At least every `show_every()` seconds, yields the list of the runs that have ended since the last list.
+    At least every `show_every()` seconds, yields the runs that have ended since the last list.
     """
     import torch
 
     count = torch.cuda.device_count()
-    free: queue.SimpleQueue[str | int | None] = queue.SimpleQueue()
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    for i in range(at_a_time):
-        free.put((given[:count] or range(count))[i % count] if count else None)
+    environments = [{"CUDA_VISIBLE_DEVICES": str(name)} for name in given[:count] or range(count)] or [{}]
+    free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
+    for environment in itertools.islice(itertools.cycle(environments), at_a_time):
+        free.put(environment)
 
     def train_one(run: Run) -> None:
-        device = free.get()
+        environment = free.get()
         try:
-            chosen = {} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)}
-            execute([*command(run), "--no-tracking"], Path(), chosen)
+            execute([*command(run), "--no-tracking"], Path(), environment)
         finally:
-            free.put(device)
+            free.put(environment)
 
-    def take(run: Run, future: Future) -> None:
+    def collect(run: Run, future: Future) -> None:
         if error := future.exception():
             for other in futures:  # cancels runs that have not started
                 other.cancel()
@@ -289,7 +280,7 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
         try:
             for run, _ in jobs:
                 futures[pool.submit(train_one, run)] = run
-            yield from as_they_end(futures, lambda tasks: wait(tasks, show_every(), FIRST_COMPLETED).done, take)
+            yield from as_completed(futures, lambda left: wait(left, show_every(), FIRST_COMPLETED).done, collect)
         except (KeyboardInterrupt, GeneratorExit):
             pool.shutdown(wait=False, cancel_futures=True)
             while PROCESSES or not all(future.done() for future in futures):  # a task may still start a process
@@ -297,41 +288,6 @@ def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
                     process.terminate()
                 time.sleep(0.05)
             raise
-
-
-def on_cluster(jobs: list[Job], address: str, per_gpu: int = 1) -> Generator[list[Run]]:
-    """Trains runs on a cluster.
-
-    At least every `show_every()` seconds, yields the list of the runs that have ended and sent their files since the last
-    list.
-    """
-    with cluster.submitted(jobs, address, per_gpu) as (tasks, ended, receive):
-        yield from as_they_end(tasks, lambda waiting: ended(waiting, show_every()), receive)
-
-
-def as_they_end(tasks: dict[Any, Run], wait: Callable, take: Callable) -> Iterator[list[Run]]:
-    """Waits for tasks with the function `wait`, and passes each ended task with its run to the function `take`.
-
-    After each call of `wait`, yields the list of the runs whose tasks have just ended without an error.
-
-    Raises:
-        UserError: a task failed. The error is raised only after all other tasks, which may take hours, have ended.
-    """
-    waiting, failures = dict(tasks), []
-    while waiting:
-        ended = []
-        for task in wait(list(waiting)):
-            run = waiting.pop(task)
-            try:
-                take(run, task)
-            except Exception as error:  # noqa: BLE001  a task may raise anything
-                why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-                failures.append(UserError(f"{run} was not trained: {why[0].removeprefix('error: ')}"))
-            else:
-                ended.append(run)
-        yield ended
-    if failures:
-        raise failures[0]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -111,3 +112,32 @@ def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
         others = [line for line in lines if line not in warnings] or [f"exit status {process.returncode}"]
         is_killed = process.returncode < 0
         raise RuntimeError(f"ended by {signal.Signals(-process.returncode).name}" if is_killed else others[-1])
+
+
+def as_completed(
+    tasks: dict[Any, Run], wait: Callable[[list], Iterable], collect: Callable[[Run, Any], None]
+) -> Generator[list[Run]]:
+    """Yields the runs that have just ended, after each call of `wait`, until all tasks have ended.
+
+    Args:
+        tasks: the run of each task.
+        wait: takes the tasks that are left, and returns the tasks that have ended. It may return none.
+        collect: stores the results of an ended task, or raises the error of the task.
+
+    Raises:
+        UserError: a task failed. All other tasks have ended by then, which may take hours.
+    """
+    left, failure = dict(tasks), None
+    while left:
+        ended = []
+        for task in wait(list(left)):
+            run = left.pop(task)
+            try:
+                collect(run, task)
+                ended.append(run)
+            except Exception as error:  # noqa: BLE001  a task may raise anything
+                why = (str(error).strip() or type(error).__name__).splitlines()[-1].removeprefix("error: ")
+                failure = failure or UserError(f"{run} was not trained: {why}")
+        yield ended
+    if failure:
+        raise failure

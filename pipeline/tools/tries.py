@@ -50,10 +50,10 @@ def main(arguments: list[str] | None = None) -> None:
     lines = [HEADS]
     for name, runs in train_grid(chosen, settings).items():
         variant = next(iter(runs.values())).record.variant
-        row = comparison_row(name, before.get(variant, {}), runs)
-        if changes := row.pop("changes"):
+        old = before.get(variant, {})
+        if changes := changed_parameters(old, runs):
             print(f"{name}: {changes}")
-        lines.append(list(row.values()))
+        lines.append([name, cell(old), cell(runs), *comparison(old, runs)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print("Test accuracy in per cent: mean ± standard deviation (seeds).")
     print("Differences are medians over all pairs of runs, each judged alone by an exact Mann–Whitney test.")
@@ -92,7 +92,7 @@ def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, Result
     with fan_out.single_instance(locks.TRY):
         left = missing(jobs)
         try:
-            list(fan_out.train_all(left, chosen.jobs, chosen.no_tracking, per_gpu=chosen.per_gpu))
+            list(fan_out.train_all(left, chosen.jobs, chosen.per_gpu, chosen.no_tracking))
         finally:
             for run, _ in left:
                 run.weights.unlink(missing_ok=True)
@@ -117,21 +117,24 @@ def parameters(record: RunRecord) -> dict[str, str]:
     return found | {"data": record.data_sha256[:8], "numerics": as_yaml(record.numerics)}
 
 
-def comparison_row(name: str, old: ResultsBySeed, new: ResultsBySeed) -> dict[str, str]:
-    """Compares runs of Table 2, `old`, with tried runs, `new`. The entry `changes` lists the parameters that differ."""
-    row = {"model": name, "before": cell(old), "after": cell(new)}
-    row |= dict.fromkeys(("difference", "interval", "reading", "changes"), "")
+def changed_parameters(old: ResultsBySeed, new: ResultsBySeed) -> str:
+    """Lists the parameters that differ, as in "train.epochs 10 → 3"."""
     if not old:
-        return row
+        return ""
     was, now = (parameters(next(iter(runs.values())).record) for runs in (old, new))
     keys = [key for key in was | now if was.get(key) != now.get(key)]
-    row["changes"] = ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
+    return ", ".join(f"{key} {was.get(key, '–')} → {now.get(key, '–')}" for key in keys)
+
+
+def comparison(old: ResultsBySeed, new: ResultsBySeed) -> list[str]:
+    """Returns three cells of the table: the difference of the accuracies, its interval, and the verdict."""
+    if not old:
+        return ["", "", ""]
     verdict = judge(accuracies(new), accuracies(old))
-    row["difference"] = f"{verdict.estimate:+.2f}"
+    difference = f"{verdict.estimate:+.2f}"
     if math.isinf(verdict.low):
-        return row | {"reading": "too few seeds to tell"}
-    said = READINGS.get(verdict.word, "no difference shown")
-    return row | {"interval": f"{verdict.low:+.2f} to {verdict.high:+.2f}", "reading": said}
+        return [difference, "", "too few seeds to tell"]
+    return [difference, f"{verdict.low:+.2f} to {verdict.high:+.2f}", READINGS.get(verdict.word, "no difference shown")]
 
 
 def accuracies(runs: ResultsBySeed) -> list[float]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import shlex
 import shutil
@@ -83,7 +84,8 @@ def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(monkey
     assert [run for run, _ in missing()] == [Run("vit", 0), Run("osa_exact", 0)]
     fan_out.main(["--jobs", "2", "--no-tracking"])
     shown = capfd.readouterr().err
-    assert "0/2 trainings, 0 of 4 epochs, time left unknown [" in shown and "2/2 trainings, 4 of 4 epochs" in shown
+    assert "0/2 trainings, 0 of 4 epochs, time left unknown [" in shown
+    assert "2/2 trainings, 4 of 4 epochs, 0 s left [" in shown
     assert "table_2/osa_exact/0: " in shown and "image" not in shown
     together = {run.variant: outputs(run) for run in (Run("vit", 0), Run("osa_exact", 0))}
     assert missing() == []
@@ -107,13 +109,13 @@ def test_what_is_stale_or_of_table_2_without_weights_is_trained():
 
 
 def test_a_failure_is_named_when_the_others_have_ended():
-    def come(run, task):
+    def collect(run, task):
         if task == 1:
             raise RuntimeError("Traceback\nerror: out of memory")
 
     tasks = {task: Run("vit", task) for task in range(4)}
     ends = iter([[0], [], [1], [2, 3]])
-    coming = fan_out.as_they_end(tasks, lambda waiting: next(ends), come)
+    coming = fan_out.as_completed(tasks, lambda left: next(ends), collect)
     assert list(itertools.islice(coming, 4)) == [[Run("vit", 0)], [], [], [Run("vit", 2), Run("vit", 3)]]
     with pytest.raises(UserError, match="^table_2/vit/1 was not trained: out of memory$"):
         next(coming)
@@ -334,11 +336,9 @@ def test_time_left_is_scaled_by_epochs_and_depth():
     whole = made.model_copy(update={"seconds": 720.0, "phases": phases})
     assert times.spent(whole) == "12 min (steps 10 min, evaluation 2 min)"
     assert times.spent(whole, tracking=17.0).endswith("tracking 17 s)")
-    assert fan_out.time_left([3600.0, 3600.0, 3600.0], 2) == "1 h 30 min left"
-    assert fan_out.time_left([3000.0, 60.0], 2) == "50 min left", "as the longest does"
-    assert fan_out.time_left([3000.0, 60.0], 2, since=600) == "40 min left"
-    assert "unknown" in fan_out.time_left([3000.0, 60.0], 2, since=3001), "a forecast that is past"
-    assert fan_out.time_left([], 0) == "0 s left" and "unknown" in fan_out.time_left([None, 1.0], 2)
+    assert fan_out.time_left([3600.0, 3600.0, 3600.0], 2) == 5400
+    assert fan_out.time_left([3000.0, 60.0], 2) == 3000, "as the longest does"
+    assert fan_out.time_left([], 1) == 0 and math.isnan(fan_out.time_left([None, 1.0], 2))
 
 
 def test_the_line_moves_with_the_points_of_a_training_under_way(monkeypatch):
@@ -428,7 +428,7 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd):
     try:
         node = nodes.add_node(**options)
         jobs, came = [*missing(), watched_run()], []
-        for runs in fan_out.on_cluster(jobs, nodes.address):
+        for runs in cluster.train(jobs, nodes.address, per_gpu=1, seconds=2):
             came += runs
             if node and came:
                 nodes.remove_node(node, allow_graceful=False)  # in the middle of a training
@@ -463,4 +463,4 @@ def test_a_node_that_dies_is_named_once(capsys):
 def test_a_cluster_needs_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match="requirements-cluster.txt"):
-        next(fan_out.on_cluster([], "auto"))
+        next(cluster.train([], "auto", per_gpu=1, seconds=2))

@@ -1,9 +1,7 @@
 """Estimates the time of trainings from the records of earlier trainings, and of other stages from a table."""
 
-from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -45,22 +43,17 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
 class Estimates:
     """Estimates the time of trainings. Reads the records of earlier trainings only at the first estimate."""
 
-    def __init__(self, known: Iterable[RunRecord]) -> None:
-        self._known = known
-
-    @cached_property
-    def _paces(self) -> dict[tuple[str | None, Any], list[float]]:
-        """Seconds per unit of `relative_cost` of earlier trainings, in ascending order.
-
-        Each key is a pair: a device, or None for all devices, and a key from `_keys`.
-        """
-        paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
-        for record in self._known:
-            _note(record, paces)
-        return paces
+    def __init__(self, records: Iterable[RunRecord]) -> None:
+        self._unread = iter(records)
+        # Seconds per unit of `relative_cost`. Keys are pairs of a device, or None for all devices, and a key from `_keys`.
+        self._paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
 
     def add(self, record: RunRecord) -> None:
-        _note(record, self._paces)
+        if (cost := relative_cost(record.config, record.data_sha256)) is None:
+            return
+        for device in (record.environment.device, None):
+            for key in _keys(record):
+                self._paces[device, key].append(record.seconds / cost)
 
     def of(self, run: Run, config: RunConfig) -> float | None:
         """Estimates the seconds that a run takes, or returns None if nothing is known.
@@ -71,6 +64,8 @@ class Estimates:
         """
         if (cost := relative_cost(config)) is None:
             return None
+        for record in self._unread:
+            self.add(record)
         here = provenance.default_device().type
         device = here if (here, None) in self._paces else None
         for key in _keys(run):
@@ -82,14 +77,6 @@ class Estimates:
 def _keys(run: Run | RunRecord) -> tuple:
     """Returns the keys of a run in `Estimates._paces`, from the most specific to None, which all runs share."""
     return (run.study, run.name), run.variant, None
-
-
-def _note(record: RunRecord, paces: dict[tuple[str | None, Any], list[float]]) -> None:
-    if (cost := relative_cost(record.config, record.data_sha256)) is None:
-        return
-    for device in (record.environment.device, None):
-        for key in _keys(record):
-            insort(paces[device, key], record.seconds / cost)
 
 
 def spent(record: RunRecord, **others: float) -> str:

@@ -17,11 +17,11 @@ COMMANDS = {
     "report": "report.__main__",
     "try": "tools.tries",
 }
-COMMANDS |= {
-    name: f"tools.{name}" for name in ("fan_out", "plan", "reproduce", "restore", "doctor", "quickstart", "same_bits")
-}
-COMMANDS |= {"tracking": "tracking.__main__"}
-COMMANDS |= {name: name for name in map("benchmarks.{}".format, ("attention", "step", "depth", "orthogonal", "kernels"))}
+for name in ("fan_out", "plan", "reproduce", "restore", "doctor", "quickstart", "same_bits"):
+    COMMANDS[name] = f"tools.{name}"
+COMMANDS["tracking"] = "tracking.__main__"
+for name in ("attention", "step", "depth", "orthogonal", "kernels"):
+    COMMANDS[f"benchmarks.{name}"] = f"benchmarks.{name}"
 
 
 def main() -> None:

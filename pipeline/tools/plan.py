@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"If these come out differently: {', '.join(names)}{estimate(following, settings, estimates)}")
     others = count - len(changed) - len(following)
     more = f"up to {len(following)} more may follow, " if following else ""
-    print(f"{counted(len(changed))} will run, {more}{others} are up to date.")
+    stages_will = "1 stage will" if len(changed) == 1 else f"{len(changed)} stages will"
+    print(f"{stages_will} run, {more}{others} are up to date.")
     absent = [(run, config) for run, config in jobs.table_2_jobs(settings) if not run.weights.exists()]
     absent = [(run, config) for run, config in absent if run.stage not in changed and run.is_current(config)]
     if absent:
@@ -140,10 +141,6 @@ def group_label(group: str, stages: list[str]) -> str:
 def shortened(names: list[str], separator: str) -> str:
     more = [f"{len(names) - MOST_SHOWN} more"] if len(names) > MOST_SHOWN else []
     return separator.join([*names[:MOST_SHOWN], *more])
-
-
-def counted(number: int) -> str:
-    return "1 stage" if number == 1 else f"{number} stages"
 
 
 def estimate(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:

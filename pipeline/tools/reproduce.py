@@ -82,13 +82,9 @@ def summary_line(trained: int) -> str:
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
         return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
-    changed = git.ask("status", "--porcelain", "--", str(OUTPUTS))
-    also = (
-        ", but some results differ from the committed ones: `git status` lists them"
-        if changed
-        else ": results are as committed"
-    )
-    return f"Nothing was trained{also}."
+    if git.ask("status", "--porcelain", "--", str(OUTPUTS)):
+        return "Nothing was trained, but some results differ from the committed ones: `git status` lists them."
+    return "Nothing was trained: results are as committed."
 
 
 def how_to_train(settings: params.Params) -> str:

@@ -66,10 +66,9 @@ def artifacts() -> str | None:
 def make_settings_ours() -> None:
     """Adds ENVIRONMENT to the user's variables. For a database, first removes variables of MLflow except KEPT_SETTINGS."""
     if not address().startswith("http"):
-        for name in [
-            name for name in os.environ if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS)
-        ]:
-            del os.environ[name]
+        for name in list(os.environ):
+            if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):
+                del os.environ[name]
     os.environ.update(ENVIRONMENT | os.environ)
 
 

@@ -254,9 +254,7 @@ class Family:
         tags = {key: children[0].data.tags[key] for key in SHARED_TAGS} | {"run": self.name, "level": "mean"}
         tags["seed"] = ",".join(map(str, seeds))
         tags["current"] = _word(any(child.info.run_id in current for child in children))
-        tags["children"] = files.json_digest([[child.info.run_id, child.data.tags.get("checksum")] for child in finished])[
-            :16
-        ]
+        tags["children"] = _digest([[child.info.run_id, child.data.tags.get("checksum")] for child in finished])
         if tags.items() <= parent.data.tags.items():
             return
         values = self._statistics(finished) if finished else {}
@@ -288,7 +286,7 @@ class Family:
     def _attach_report(self, parent: "Run") -> None:
         """Attaches Figure 1 and the report to a parent in Table 2."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
-        digest = files.json_digest([files.sha256(path) for path in paths])[:16]
+        digest = _digest([files.sha256(path) for path in paths])
         if paths and self.name.startswith(f"{TABLE_2}/") and parent.data.tags.get("report") != digest:
             for path in paths:
                 self.experiment.client.log_artifact(parent.info.run_id, str(path), "report")
@@ -311,20 +309,22 @@ def _tags(training: TrackedTraining) -> dict[str, str]:
 
 def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
     """Returns a digest of the files of a training and of the GUARDED tags."""
-    return files.json_digest([training.digest, [tags.get(key) for key in GUARDED]])[:16]
+    return _digest([training.digest, [tags.get(key) for key in GUARDED]])
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
     """Returns a digest that all children of a parent share."""
-    return files.json_digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])[:16]
+    return _digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])
+
+
+def _digest(value: object) -> str:
+    return files.json_digest(value)[:16]
 
 
 def _parameters(training: TrackedTraining, metrics: dict) -> dict[str, str]:
-    from pipeline.config.params import as_yaml
-
     parameters = {"seed": str(training.record.seed)}
     for section, values in training.record.config.model_dump(mode="json", exclude_none=True).items():
-        parameters |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
+        parameters |= {f"{section}.{key}": params.as_yaml(value) for key, value in values.items()}
     if metrics:
         parameters["num_parameters"] = str(metrics["num_parameters"])
     return parameters

@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough for small stages
     os.chdir(FOLDER)
     print(f"Quickstart in {FOLDER}/: {len(settings.run.variants)} small models, without a download", flush=True)
-    reproduce.bring_up_to_date(settings, "--no-tracking")
+    reproduce.bring_up_to_date(settings, ["--no-tracking"])
     from pipeline.report.__main__ import main as write_report  # slow to import
 
     write_report(["demonstration"])

@@ -24,9 +24,12 @@ UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # in lines o
 def main(arguments: list[str] | None = None) -> None:
     chosen = fan_out.add_options(command_parser("reproduce", __doc__)).parse_args(arguments)
     settings = params.load()
-    trained = bring_up_to_date(
-        settings, *[f"--jobs={chosen.jobs}"] * bool(chosen.jobs), *["--no-tracking"] * chosen.no_tracking
-    )
+    options = [f"--per-gpu={chosen.per_gpu}"]
+    if chosen.jobs:
+        options.append(f"--jobs={chosen.jobs}")
+    if chosen.no_tracking:
+        options.append("--no-tracking")
+    trained = bring_up_to_date(settings, options)
     as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # the report then does not check with DVC again
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
@@ -38,15 +41,15 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{summary_line(trained)} {how_to_train(settings)}")
 
 
-def bring_up_to_date(settings: params.Params, *options: str) -> int:
-    """Brings data and results up to date. Returns the number of runs trained."""
+def bring_up_to_date(settings: params.Params, options: list[str]) -> int:
+    """Brings data and results up to date, with options of fan_out. Returns the number of runs trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not has_data(settings.data.source):
         repro("fetch")
     fan_out.adopt(settings, "--no-tracking" in options)
     left = missing(table_2_jobs(settings))
     if left:
-        fan_out.main([*options])
+        fan_out.main(options)
     print("DVC looks for stages whose inputs have changed.", flush=True)
     repro()
     return len(left)

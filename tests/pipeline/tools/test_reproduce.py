@@ -61,8 +61,8 @@ def test_the_end_says_what_was_trained_and_how_to_train_anew(tmp_path, monkeypat
     assert "Nothing was trained: results are as committed." in text
     assert text.endswith("OSA (QR) anew (about 25 min): `. .venv/bin/activate`, then `dvc repro -f train@osa_qr-5`.\n")
     monkeypatch.setattr("pipeline.tools.jobs.is_trained", lambda run, config: run.variant == "vit")
-    reproduce.main(["--jobs", "3"])
-    assert trained == [["--jobs=3"]] and "1 run was trained" in capsys.readouterr().out
+    reproduce.main(["--jobs", "3", "--per-gpu", "2"])
+    assert trained == [["--per-gpu=2", "--jobs=3"]] and "1 run was trained" in capsys.readouterr().out
     assert asked == 2 * [("fetch",), ()], "as no data are here"
     write_data()
     reproduce.main([])

@@ -30,7 +30,7 @@ OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been ma
 
 
 def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Generator[list[Run]]:
-    """Trains runs on a Ray cluster. At least every `seconds`, yields the runs whose files have come since the last list.
+    """Trains runs on a Ray cluster. Yields, at least every `seconds` seconds, the runs that have ended since the last time.
 
     Raises:
         UserError: Ray is not installed, the address has no cluster, or a training failed.
@@ -48,7 +48,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            # A memory map, since the data may exceed the memory, viewed as a plain array, which Ray does not copy.
+            # Mapped, since the data may exceed the memory. Ray does not copy a plain array.
             pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
@@ -65,7 +65,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
 
 
 def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
-    """Returns the resources of one training on a cluster with `resources`. A GPU takes `per_gpu` trainings."""
+    """Returns what a training needs of a cluster's resources: a core and, if there are GPUs, 1 / `per_gpu` of a GPU."""
     return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 

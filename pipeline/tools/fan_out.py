@@ -146,7 +146,7 @@ def at_once(per_gpu: int) -> int:
 
 
 def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Yields the groups of ended runs from `finished`, without empty groups. Shows the progress after every group."""
+    """Yields the non-empty groups of `finished`, and shows the progress after every group."""
     estimates = times.Estimates(record for _, record in recorded())
     left = {str(run): (run, config) for run, config in jobs}
     epochs = sum(config.train.epochs for _, config in jobs)
@@ -179,7 +179,7 @@ def show_every() -> float:
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
     """Returns the remaining epochs of a run, and an estimate of the remaining seconds, or None if it is unknown.
 
-    If the run trains on this machine, the estimate continues the pace of the run. If not, earlier runs give the estimate.
+    If the run is training on this machine, the estimate uses the run's own pace, and otherwise the pace of earlier runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # the run may have just ended, and its record moved
@@ -209,7 +209,7 @@ def has_dvc() -> bool:
 
 
 def adopt(settings: Params, no_tracking: bool) -> None:
-    """Registers with DVC and MLflow the runs of Table 2 that another command or another machine has trained.
+    """Registers with DVC and MLflow the runs of Table 2 that DVC does not know, such as runs from another machine.
 
     Raises:
         UserError: a command of DVC fails.
@@ -251,7 +251,7 @@ def commit(runs: list[Run]) -> list[str]:
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
     """Trains runs on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
 
-    At least every `show_every()` seconds, yields the runs that have ended since the last list.
+    Yields, at least every `show_every()` seconds, the runs that have ended since the last time.
     """
     import torch
 

@@ -199,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Runs a command with output to `log`, whose last line a terminal shows. Returns True if successful."""
+    """Runs a command that writes to `log`. A terminal shows the last line. Returns True if successful."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

@@ -1,4 +1,4 @@
-"""Lists the runs that Table 2 and the studies need, checks which are missing, and starts the process of a training."""
+"""Lists the runs that Table 2 and the studies need, checks which are missing, and runs their trainings."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ def as_completed(
 
     Args:
         tasks: the run of each task.
-        wait: takes the tasks that are left, and returns the tasks that have ended. It may return none.
+        wait: returns the ended tasks, if any, among the tasks that are left.
         collect: stores the results of an ended task, or raises the error of the task.
 
     Raises:
-        UserError: a task failed. All other tasks have ended by then, which may take hours.
+        UserError: a task failed. The error is raised only after all other tasks have ended.
     """
     left, failure = dict(tasks), None
     while left:

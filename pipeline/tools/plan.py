@@ -76,7 +76,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
     Returns:
         The stages that will run, with the reasons for each.
-        The stages that depend on such a stage, and may run too.
+        The stages that may run too, because they depend on stages that will run.
         The number of all stages.
     """
     import networkx

@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings = params.load(FOLDER / "params.yaml")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     report = (FOLDER / "paper_outputs/report.html").resolve()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # enough for small stages
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread is enough for small stages
     os.chdir(FOLDER)
     print(f"Quickstart in {FOLDER}/: {len(settings.run.variants)} small models, without a download", flush=True)
     reproduce.bring_up_to_date(settings, ["--no-tracking"])

@@ -13,7 +13,7 @@ from pipeline.data import idx
 from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # other published data sets have 60,000
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # of stages, on one thread
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # seconds of stages on one thread
 OTHER_SECONDS = 5
 
 

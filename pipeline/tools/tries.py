@@ -70,7 +70,7 @@ def grid(models: list[str], options: list[str], seeds: list[int], settings: Para
     axes = []
     for option in options:
         key, equals, values = option.partition("=")
-        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # at commas outside []
+        axes.append([f"{key}{equals}{value}" for value in re.split(r",(?![^\[]*\])", values)])  # splits at commas outside []
     jobs = {}
     for model, changes, seed in itertools.product(models, itertools.product(*axes), seeds):
         run = Run(model, seed, TRIES, params.parse_overrides(list(changes)))
@@ -85,7 +85,7 @@ def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, Result
         UserError: a combination is impossible, the data are missing, or a training fails.
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
-    for _, config in jobs:  # raises an error before any process starts
+    for _, config in jobs:  # missing data raise an error before any process starts
         if config.data.source == params.USER_FOLDER:
             config.data.description()
         source_digest(config.data.source)

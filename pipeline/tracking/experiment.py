@@ -29,7 +29,7 @@ of them, and `ViT, init.head=zeros` has that value replaced. Parameters are name
 folder under `paper_outputs/runs`.
 """
 GREY = "#808080"  # instead of INK, which is invisible in MLflow's dark scheme
-MOST_RUNS = 50_000  # results of a search; MLflow's maximum
+MOST_RUNS = 50_000  # MLflow's limit to the results of a search
 
 
 def name_of(run: "Run") -> str:

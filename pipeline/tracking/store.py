@@ -110,7 +110,7 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    mlflow.clear_active_model()  # a notebook may have left one, which would get our metrics
+    mlflow.clear_active_model()  # our metrics would go to a model that a notebook has left active
     if path and not path.parent.is_dir():
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:

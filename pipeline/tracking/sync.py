@@ -42,7 +42,7 @@ def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple |
     """Imports new runs, and new points of runs in training, into MLflow.
 
     Args:
-        only: prefixes of the names of runs to import. Empty stands for all runs.
+        only: prefixes of the names of the runs to import. By default, imports all runs.
         with_models: if True, also log the trained models of Table 2.
         opened: result of `store.connect`, if the store is already open.
 
@@ -236,7 +236,7 @@ class Family:
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
-            start = _now() if tags["study"] == TABLE_2 else start  # MLflow lists the newest runs first
+            start = _now() if tags["study"] == TABLE_2 else start  # MLflow lists new runs first
             self.parents[configuration] = self.experiment.create(self.name, start, shared)
         return self.parents[configuration]
 

@@ -99,6 +99,6 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
-    # Passed in a variable, since the address may hold a password and `ps` shows arguments.
+    # The address may hold a password, and `ps` shows arguments, so a variable passes the address.
     os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()
     cli()

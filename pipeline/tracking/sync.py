@@ -198,7 +198,7 @@ class Family:
         for members in children.values():
             parent = self._parent(members[0].data.tags, members[-1].info.start_time)
             for child in members:
-                tags = {"mlflow.parentRunId": parent.info.run_id, "current": _word(child.info.run_id in current)}
+                tags = {"mlflow.parentRunId": parent.info.run_id, "current": params.as_yaml(child.info.run_id in current)}
                 self.experiment.write(child, tags)
             self._summarise(parent, members, current)
             self._attach_report(parent)
@@ -253,7 +253,7 @@ class Family:
         seeds = sorted({_seed(child) for child in finished or children})
         tags = {key: children[0].data.tags[key] for key in SHARED_TAGS} | {"run": self.name, "level": "mean"}
         tags["seed"] = ",".join(map(str, seeds))
-        tags["current"] = _word(any(child.info.run_id in current for child in children))
+        tags["current"] = params.as_yaml(any(child.info.run_id in current for child in children))
         tags["children"] = _digest([[child.info.run_id, child.data.tags.get("checksum")] for child in finished])
         if tags.items() <= parent.data.tags.items():
             return
@@ -336,7 +336,3 @@ def _seed(child: "Run") -> int:
 
 def _now() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _word(flag: bool) -> str:
-    return "true" if flag else "false"

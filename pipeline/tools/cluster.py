@@ -109,8 +109,8 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 def ship(sources: set[str], path: Path) -> str:
     """Writes code, parameters and data to an archive. Returns the SHA-256 of the archive."""
     with zipfile.ZipFile(path, "w") as archive:  # not compressed, as most data already are
-        for path_or_folder in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
-            for file in sorted(path_or_folder.rglob("*")) if path_or_folder.is_dir() else [path_or_folder]:
+        for root in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
+            for file in (root, *sorted(root.rglob("*"))):
                 if file.is_file() and "__pycache__" not in file.parts:
                     archive.write(file)
     return files.sha256(path)

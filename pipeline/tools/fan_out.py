@@ -157,7 +157,8 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
                 del left[str(run)]
                 estimates.add(run.ended_record())
             remaining = [progress(*job, estimates) for job in left.values()]
-            done, now = epochs - sum(number for number, _ in remaining), time.monotonic()
+            done = epochs - sum(number for number, _ in remaining)
+            now = time.monotonic()
             if ended or done > shown:  # otherwise the last forecast stands
                 shown = max(shown, done)
                 end = now + time_left([seconds for _, seconds in remaining], at_a_time)
@@ -220,7 +221,7 @@ def adopt(settings: Params, no_tracking: bool) -> None:
     if done.returncode:
         raise UserError("`dvc status train` failed: do what it says.")
     changed = json.loads(done.stdout)
-    runs = [job[0] for job in table_2_jobs(settings) if job[0].stage in changed and is_trained(*job)]
+    runs = [run for run, config in table_2_jobs(settings) if run.stage in changed and is_trained(run, config)]
     if not runs:
         return
     print(f"Telling DVC of runs that it does not know: {', '.join(map(str, runs))}", file=sys.stderr)

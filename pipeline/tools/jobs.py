@@ -49,9 +49,10 @@ def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Jo
     for name in studies.names():
         if any(fnmatch.fnmatchcase(name, part) for part in parts):
             jobs += jobs_of(name, settings)
+    by_name = {str(job[0]): job for job in jobs}
     selected: dict[str, Job] = {}
     for pattern in patterns:
-        matching = {str(job[0]): job for job in jobs if pattern == str(job[0]) or fnmatch.fnmatchcase(str(job[0]), pattern)}
+        matching = {name: job for name, job in by_name.items() if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not matching:
             raise UserError(f"--only {pattern} matches no run: give STUDY/NAME/SEED, where * stands for anything.")
         selected |= matching

@@ -48,8 +48,9 @@ def main() -> None:
 
 def model_digests(tree: Path) -> dict[str, str]:
     """Trains each model with the code and parameters in `tree`. Returns the digest of each model's weights."""
-    command, settings = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"], os.environ | {"PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=settings, check=True, encoding="utf-8", stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "pipeline.tools.same_bits", "--print"]
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=environment, check=True, encoding="utf-8", stdout=subprocess.PIPE)
     return json.loads(done.stdout)
 
 

@@ -110,7 +110,7 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    mlflow.clear_active_model()  # our metrics would go to a model that a notebook has left active
+    mlflow.clear_active_model()  # otherwise our metrics would go to a model that a notebook has left active
     if path and not path.parent.is_dir():
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
@@ -124,7 +124,7 @@ def connect() -> tuple[Any, FileLock]:
             client = mlflow.MlflowClient(uri)
         except ImportError as error:
             raise UserError(f"{URI_VARIABLE} needs a driver ({error}): install it, or correct {URI_VARIABLE}.") from None
-    # A search creates thousands of objects, and each garbage collection would scan all imported modules.
+    # A search creates thousands of objects. Without `freeze`, each garbage collection would scan all imported modules.
     gc.freeze()
     return client, lock
 

@@ -168,13 +168,13 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference, or {} if the paper's Table 2 does not have the model."""
+        """Returns the paper's accuracy and the difference. Returns {} outside Table 2, and for models not in the paper."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
-        """Marks each run of this machine as killed that is running according to MLflow but has no files."""
+        """Marks as killed each run of this machine that MLflow shows as running but that has no files."""
         for run in self.runs:
             is_ours = run.data.tags.get("host") == platform.node()
             if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:

@@ -34,6 +34,8 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     power = powers(claim, settings.spreads, settings.differences, sizes)
     if verdict := judge(claim, results):
         rows = [{"variant": name, "accuracy": summary_of(results.accuracies(name))} for name in settings.runs]
+        observed = {row["variant"]: row["accuracy"].std for row in rows}
+        power |= {"observed": powers(claim, observed, [0.0], sizes)["rows"][0]["reproduced"]}
     return {"power": power, "rows": rows, "verdict": verdict}
 
 

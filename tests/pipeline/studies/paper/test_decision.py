@@ -70,6 +70,8 @@ def test_the_last_run_brings_the_verdict(lab, monkeypatch, difference, word):
     summary = decision.summarise(settings, decision.STUDY.read(settings, lab), lab)
     assert summary["verdict"].word == decision.verdict(lab).word == word
     assert [row["accuracy"].n for row in summary["rows"]] == [11, 11]
+    power = summary["power"]
+    assert power["observed"] > power["rows"][0]["reproduced"], "these runs spread less than was supposed"
 
 
 def test_each_model_goes_on_at_the_rate_with_the_lowest_held_out_loss(lab):

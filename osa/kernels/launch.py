@@ -1,4 +1,4 @@
-"""Helpers that launch Triton kernels on the device of their tensors."""
+"""Helpers that launch Triton kernels."""
 
 import functools
 
@@ -19,10 +19,7 @@ def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, ar
 def launch_resident(
     kernel, count: int, tensors: tuple[Tensor, ...], strides: list, scratch_size: int, arguments: dict
 ) -> None:
-    """Launches as many programs as run on the device at once, each with scratch memory of its own.
-
-    The programs divide `count` matrices among themselves.
-    """
+    """Divides `count` matrices among as many programs as the device runs at once, each with its own scratch memory."""
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))
     scratch = make_scratch(programs, scratch_size, device)

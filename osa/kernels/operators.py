@@ -1,7 +1,6 @@
 """Registers the kernels as operators, which autograd, torch.func and torch.compile call as black boxes.
 
-`fits` and `fits_phi1` decide whether the kernels accept given tensors. Three backends launch the kernels: short/, hopper/
-and long/. `_find` chooses the backend of a call.
+Of the backends short/, hopper/ and long/, in this order, the first that accepts the tensors of a call launches its kernels.
 """
 
 import functools
@@ -30,7 +29,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
 HOPPER_TOLERANCE = 1e-2  # above the rounding error, 3e-3 to 6e-3, and below the error of a missing product, 2e-2
-PHI1_TOLERANCE = 1e-5  # smaller than TOLERANCE, because inputs and output of φ₁ are float32
+PHI1_TOLERANCE = 1e-5
 
 
 class Backend(Protocol):
@@ -54,18 +53,14 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given the gradient of the output, `grad`."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns a number per matrix. It is NaN if the output has lost precision. The caller ignores other values.
-
-        Returns None if the backend never warns of such a loss.
-        """
+        """Returns a number per matrix, NaN if the output has lost precision, or None if precision is never lost."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """True if `attend` accepts these CUDA tensors: a kernel has the method, and no forward-mode derivative is in progress.
+    """True if `attend` accepts these CUDA tensors.
 
-    The first call tests the kernel. If the kernel does not compile, or its results differ from those of the plain route, the
-    test warns once, and all calls reject the kernel. No test runs while a CUDA graph is captured, so call once with the same
-    shapes before the capture, as torch requires of every call.
+    The first call tests the kernel. If the kernel does not compile, or does not agree with the plain route, the test warns
+    once, and every call returns False. No test runs while a CUDA graph is captured, so call once before the capture.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -92,7 +87,7 @@ def fits_phi1(z: Tensor, y: Tensor) -> bool:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """Returns φ₁(Z) Y as `osa.linalg.phi1_times` does, for Z (b, n, n) and Y (b, n, m). `fits_phi1` must accept both."""
+    """φ₁(Z) Y of matrices that `fits_phi1` accepts, Z (b, n, n) and Y (b, n, m)."""
     return _phi1_operator(z.contiguous(), y.contiguous())
 
 
@@ -136,7 +131,7 @@ class Operator:
 
 
 class _Attention(torch.autograd.Function):
-    """Calls osa::NAME. Returns the output of the heads, and the tensor saved for the backward pass."""
+    """Calls osa::NAME under autograd and torch.func. Returns the output, and the tensor saved for the backward pass."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, Tensor]:
@@ -191,10 +186,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
-    """Implements vmap for a function: folds the mapped dimensions into the batch.
-
-    Returns the function's outputs, and 0 as the mapped dimension of each.
-    """
+    """Implements vmap by folding mapped dimensions into the batch. Returns outputs, and the mapped dimension of each."""
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
     for x, dim in zip(tensors, in_dims[1:-2], strict=True):
@@ -257,7 +249,6 @@ def _register(name: str, backend: Backend) -> Operator:
 
 @torch.library.custom_op("osa::phi1", mutates_args=())
 def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y of contiguous Z, (b, n, n), and Y, (b, n, m)."""
     output = torch.empty_like(y)
     short.phi1_forward(z, y, output)
     return output
@@ -295,7 +286,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True if operations on x run immediately, except for the transforms in `but`, or are traced by torch.compile alone."""
+    """True if operations on x run immediately, apart from transforms in `but`, or under torch.compile without transforms."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
 
 
@@ -304,7 +295,7 @@ _VERDICTS: dict[tuple, bool] = {}  # arguments of `_agrees` → result
 
 @constant_to_a_trace
 def _is_verified(*kernel) -> bool:
-    """True if a kernel agrees with the plain route. `_agrees` tests it once, and never while a CUDA graph is captured."""
+    """True if a kernel has passed the test of `_agrees`, which runs once, and never while a CUDA graph is captured."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and nothing will run
     if kernel not in _VERDICTS and not torch.cuda.is_current_stream_capturing():
@@ -313,10 +304,7 @@ def _is_verified(*kernel) -> bool:
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles all kernels of a call and of its gradients in parallel, with tensors on "meta", which need no memory.
-
-    Triton releases Python's lock while it compiles. A kernel that fails to compile raises its error at its launch.
-    """
+    """Compiles the kernels of a call and its gradients in parallel. A kernel that fails raises its error at its launch."""
     meta = [x.detach().to("meta") for x in inputs]
     with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         if form == "phi1":
@@ -342,7 +330,7 @@ def _agrees(
 ) -> bool:
     """True if a kernel's output and gradients on this device match the plain route's on the CPU in float64.
 
-    Any error, whether of Triton, its cache on the disk, the C compiler or the driver, rejects the kernel.
+    Any error of Triton, the C compiler or the driver rejects the kernel.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
     if form == "parts":  # few heads and a long sequence, as "parts" requires

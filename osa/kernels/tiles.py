@@ -1,19 +1,16 @@
-"""Products and sums of small matrices within one Triton program, and helpers that several backends share.
+"""Products and sums of small matrices within one Triton program, in full float32.
 
-A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset), so that a transpose costs nothing.
-Intermediate matrices lie in scratch memory, private to a program and small enough for a cache. `multiply` takes matrices of
-any shape, in full float32 precision. It computes tiles of 32 rows and 16 columns, and adds 16 summands at a time. A function
-that loops over tiles is called, not inlined: between calls a program holds only a few numbers, so that no register spills
-and a kernel compiles in seconds.
+A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset). A function that loops over tiles is called,
+not inlined: between calls a program holds few numbers, so no register spills, and a kernel compiles in seconds.
 
-Names in all kernels: a matrix in memory is named by its letter in the equations. The prefix p_ marks a pointer, b_ a block
-of entries in registers, i_ an index, and o_ an offset or an array of row or column numbers.
+In all kernels, the name of a matrix in memory is its letter in the equations. The prefix p_ marks a pointer, b_ a block of
+entries in registers, i_ an index, and o_ an offset or an array of row or column numbers.
 """
 
 import triton
 import triton.language as tl
 
-MAX_ROWS = tl.constexpr(32)  # number of rows of a tile, and maximum number of rows of a matrix in short/blocks.py
+MAX_ROWS = tl.constexpr(32)  # rows of a tile, and maximum number of rows of a matrix in short/blocks.py
 BLOCK = tl.constexpr(16)
 LARGEST_NORM = tl.constexpr(16384.0)  # maximum ‖S‖₂: above it, exp(S) has no correct digit in float32
 NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which float32 gives no correct digit, as in osa/routes.py

@@ -1,7 +1,7 @@
 """Launches the kernels of "exact" in bfloat16 on Hopper's tensor cores.
 
-The kernels of fused.py run first, with one program per head. If there are few heads, the kernels of parts.py run instead,
-with one program per part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
+The kernels of fused.py run one program per head. If there are few heads, the kernels of parts.py run instead, with one
+program per part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,17 @@ from osa.kernels.launch import Inputs, ratio_up
 
 METHODS = ("exact",)
 
-MAX_ENTRIES = 2**31  # maximum number of entries that a head may span, because offsets within a head have 32 bits
-# Minimum number of rows of a part, and minimum number of parts of a head. Smaller numbers are not worth three extra launches
-MIN_ROWS, MIN_PARTS = 256, 4
+MAX_ENTRIES = 2**31  # a head must span fewer entries, because offsets within a head have 32 bits
+MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows of a part and parts of a head; fewer are not worth three extra launches
 WARPS = {"num_warps": 4, "maxnreg": 255}
-# Launch options of fused.py. Two programs with these options fit on a multiprocessor, by the compiler's figures for sm_90 in
-# paper_outputs/benchmarks/kernels.csv
+# Launch options of fused.py. Two programs fit on a multiprocessor (sm_90 in paper_outputs/benchmarks/kernels.csv)
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
 # Launch options of parts.py. STAGES, the number of loads in flight, is larger than in fused.py, because each part has a
-# multiprocessor to itself. `mix_kernel` and `mix_backward_kernel` get the registers of eight warps
+# multiprocessor to itself
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# Launch options of stepped.py. By the compiler's figures, a program takes 110 kB of shared memory with one product per term,
-# and 156 kB with three products per term
+# Launch options of stepped.py. A program takes 110 kB of shared memory with one product per term, and 156 kB with three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
@@ -97,13 +94,12 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Each part gets its own multiprocessor. If heads keep more than a quarter of the multiprocessors busy, parts gain little.
-    Half of an H100's multiprocessors read memory about as fast as all of them, and parts must write their sums and read them
-    again.
+    If heads keep more than a quarter of the multiprocessors busy, parts gain little, because half of an H100's
+    multiprocessors read memory about as fast as all of them.
 
     Returns:
-        A dict: "parts" is the number of parts of a head, "rows" the number of rows of a part. The dict is empty if one
-        program computes a whole head.
+        "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program
+        computes a whole head.
     """
     parts = min(launch.multiprocessors(device) // max(count, 1), tokens // MIN_ROWS)
     if parts < MIN_PARTS:
@@ -133,10 +129,7 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """Returns the number of programs to launch, and their scratch memory.
-
-    There are at most `share` programs per multiprocessor, and at most one per head.
-    """
+    """Returns the number of programs, at most `share` per multiprocessor and one per head, and their scratch memory."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 

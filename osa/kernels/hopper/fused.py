@@ -1,14 +1,12 @@
 """Kernels of "exact" in bfloat16 on CUDA: one program computes a head of any number of tokens.
 
 With M = [Q, K], G = MᵀM, Z = c J G and Y = J MᵀV, the output is V + c M T with T = Σ Zᵏ Y / (k + 1)!. A first loop over the
-tokens sums G and (MᵀV)ᵀ in registers. The terms of Tᵀ stay in registers too. A term times Zᵀ, in shared memory, gives the
-next term, so that no product waits for memory. The sum ends with the first term too small to change the output, so the
-degree varies between heads. A second loop reads the tokens again and writes the output.
+tokens sums G and (MᵀV)ᵀ. The terms of Tᵀ stay in registers, so that no product waits for memory, until a term is too small
+to change the output. A second loop reads the tokens again and writes the output.
 
-One bfloat16 product per term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM. One product per term also
-suffices if no row of |Z| sums to more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. In both cases
-the head has the state FUSED. Any other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are
-padded to D columns in registers.
+One bfloat16 product per term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM, or if no row of |Z| sums to
+more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. Such a head has the state FUSED. Any other head
+has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to D columns in registers.
 """
 
 import triton
@@ -19,14 +17,12 @@ from osa.kernels.tiles import high_low
 D = tl.constexpr(64)  # number of columns of query, key and value in registers
 COLUMNS = tl.constexpr(128)  # number of columns of M
 ENTRIES = tl.constexpr(8192)  # number of entries of a term, (D, COLUMNS)
-# Maximum number of terms. This number suffices if ‖Z‖₂ is at most about `stepped.RADIUS`
-MAX_TERMS = tl.constexpr(11)
+MAX_TERMS = tl.constexpr(11)  # maximum number of terms, which suffices if ‖Z‖₂ is at most about `stepped.RADIUS`
 # One product per term suffices if ‖Z‖_F, or twice the maximum row sum of |Z|, is at most this number
 MAX_NORM = tl.constexpr(16.0)
-# Number of scratch entries of a program of `backward_kernel`: MAX_TERMS matrices t_k, MAX_TERMS matrices s_k, and Y
+# Scratch entries of a program of `backward_kernel`: MAX_TERMS matrices t_k, MAX_TERMS matrices s_k, and Y
 SCRATCH = tl.constexpr(23 * 8192)
-# `sum_terms` ends the sum at the first term that changes the output by at most this fraction
-TERM_TOLERANCE = tl.constexpr(2.0**-6)
+TERM_TOLERANCE = tl.constexpr(2.0**-6)  # the sum ends at a term that changes the output by at most this fraction
 # The `state` of a head names the kernel that computes it:
 #   FUSED        a kernel of this file, or of parts.py
 #   STEPS        a kernel of stepped.py with one product per term

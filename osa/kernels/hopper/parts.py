@@ -7,8 +7,7 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-The kernels call the functions of fused.py. torch adds up the sums of the parts, always in the same order. A program of
-`mix_kernel` would read these sums too slowly.
+torch adds up the sums of the parts, always in the same order. A program of `mix_kernel` would read these sums too slowly.
 """
 
 import triton
@@ -19,7 +18,7 @@ from osa.kernels.hopper.fused import COLUMNS, ENTRIES, FUSED, SCRATCH, STEPS, lo
 from osa.kernels.tiles import high_low
 
 NUMBERS = ["heads", "tokens", "parts", "rows"]
-PART_SUMS = tl.constexpr(3 * 8192)  # number of entries of G and (MᵀV)ᵀ together
+PART_SUMS = tl.constexpr(3 * 8192)  # entries of G and (MᵀV)ᵀ together
 HEAD_SCRATCH = tl.constexpr(27 * 8192)  # SCRATCH entries, followed by the entries of c Tᵀ, A₂ᵀ and A₃
 
 

@@ -1,22 +1,20 @@
 """Kernels for the heads that fused.py does not compute. The kernels balance M and compute e^Z in steps.
 
-M R replaces M. R is symplectic, so S stays the same. R balances each pair of columns as `osa.linalg.balanced` does, but is
-computed from G alone. With the balanced G, e^Z takes n steps of norm RADIUS or less,
+M R replaces M, where R is symplectic, so S stays the same. R balances each pair of columns as `osa.linalg.balanced` does,
+but comes from G alone. With the balanced G, e^Z takes n steps of norm RADIUS or less,
 
     Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
 (Al-Mohy & Higham 2011). Each step is a Taylor sum as in fused.py. The backward kernel stores the Y_j and goes through the
 steps in reverse.
 
-A first launch computes each term by one bfloat16 product. The error grows with ‖S‖₂, as does the error of rounding query and
-key to bfloat16. A head gets the state SPLIT_STEPS if it needs more than MAX_STEPS steps, if its Z is far from normal, or if
-its query and key nearly cancel. A second launch, with SPLIT, computes the heads with this state. It splits operands into a
-high and a low part in bfloat16. A term then takes three products and keeps 16 bits. If no digit is correct, the second
-launch sets the state to NaN.
+A first launch computes each term by one bfloat16 product. A head gets the state SPLIT_STEPS if it needs more than MAX_STEPS
+steps, if its Z is far from normal, or if its query and key nearly cancel. A second launch, with SPLIT, computes the heads
+with this state. It splits operands into a high and a low part in bfloat16, so that a term takes three products and keeps 16
+bits. If no digit is correct, the second launch sets the state to NaN.
 
-To permute the columns of a matrix, a program stores it in scratch memory and loads it again. In names, `shear` and `sigma`
-are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to Q, K and V. Functions named
-`o_...` return offsets.
+In names, `shear` and `sigma` are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to
+Q, K and V.
 """
 
 import triton
@@ -37,19 +35,16 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n. No term of a step is then much larger than the first term
+RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, for which no term of a step is much larger than the first term
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
-# Maximum number of steps with split operands. More steps are useless: if ‖Z‖₂ exceeds 2¹⁴, no digit is correct
-MAX_STEPS_SPLIT = tl.constexpr(8192)
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: if ‖Z‖₂ exceeds 2¹⁴, no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
-# Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens. It is larger if Z
-# is far from normal
+# Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens
 MAX_NONNORMALITY = tl.constexpr(16.0)
 # One product per term suffices if balancing divides ‖G‖_F by at most this number. Otherwise columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # see `TERM_TOLERANCE` of fused.py
-# If `osa.linalg.imbalance` exceeds this maximum, no digit is correct even with split operands
-MAX_IMBALANCE = tl.constexpr(2.0**10)
+MAX_IMBALANCE = tl.constexpr(2.0**10)  # if `osa.linalg.imbalance` is larger, no digit is correct even with SPLIT
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
 # Offsets in a program's scratch, in float32 entries. Y has the offset 0

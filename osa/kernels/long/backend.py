@@ -1,8 +1,7 @@
 """Launches the kernels for long sequences and wide heads. Forward and backward each pass twice over the tokens.
 
-A pass is a kernel of passes.py, with many programs per matrix. Between the two forward passes, torch computes T of V + M T
-from Gram matrices. Between the two backward passes, torch computes the gradients of the Gram matrices. It does so for all
-matrices at once, by the formulas of osa/routes.py.
+Each pass is a kernel of passes.py. Between the passes, torch computes T of V + M T from Gram matrices, or the gradients of
+the Gram matrices.
 """
 
 import math
@@ -20,14 +19,13 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 
 METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrices alone
 MAX_WIDTH = 128  # maximum number of columns of query, key and value
-MIN_ROWS = 256  # minimum number of rows of a part
+MIN_ROWS = 256  # minimum number of rows of a part of a sequence
 MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the square norm of a pair
 MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less than this share of a column's square norm
-# Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½. With 8, errors of the output stay below 100 eps ‖S‖₂. With 16, they
-# would grow with ‖S‖₂²
+# Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½. Errors of the output then stay below 100 eps ‖S‖₂. With a maximum of
+# 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
-# The backward pass takes this number of matrices at a time, because autograd stores 2 MB per matrix at a width of 64
-MATRICES = 128
+MATRICES = 128  # number of matrices that autograd differentiates at once; each takes 2 MB at a width of 64
 Mixing = Callable[..., Tensor]  # a function that computes T from G, X, c and, for "exact", R and R⁻¹
 
 
@@ -128,7 +126,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     If Z is too far from normal for φ₁, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly skew. Otherwise R is I.
     The result does not depend on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹
     of R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about eps c ‖diag G‖ times the
-    root of the mean of G_ii (G⁻¹)_ii. The mean is 1 for orthogonal columns.
+    root of the mean of G_ii (G⁻¹)_ii.
     """
     z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
     spectrum = linalg.square_moduli(z)
@@ -190,7 +188,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Returns γ, (matrices, 2d, 1), and whether shearing by γ makes G inaccurate, (matrices, 1, 1).
 
     The projection of the shorter column of a pair on the longer column is γ times the longer column. Shearing subtracts this
-    projection from the shorter column. The longer column has γ = 0.
+    projection. The longer column has γ = 0.
     """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
@@ -202,7 +200,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """Returns σ, (matrices, 2d, 1): for each pair of columns, powers of two s and 1/s that make them about equally long."""
+    """Returns σ, (matrices, 2d, 1): powers of two s and 1/s that make the two columns of a pair about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
     least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds σ if shearing leaves nothing of a column
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
@@ -239,10 +237,7 @@ def _launch(
 
 
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Returns the number of parts of a sequence, and the number of rows of a part.
-
-    In all, there are about half as many parts as multiprocessors.
-    """
+    """Returns the number of parts of a sequence, enough to occupy half of the multiprocessors, and the rows of a part."""
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, MIN_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
@@ -250,7 +245,7 @@ def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def uses_tensor_cores(*tensors: Tensor) -> bool:
-    """True if all tensors are in bfloat16: tensor cores then compute the products."""
+    """True if all tensors are in bfloat16. Tensor cores then compute the products."""
     return all(x.dtype == torch.bfloat16 for x in tensors)
 
 
@@ -263,7 +258,7 @@ def gram_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def sheared_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `gram_kernel` if it shears the columns as it loads them."""
+    """Launch options of `gram_kernel` with SHEARED."""
     return _tile(16, 32, query, value, 1) | {"maxnreg": 255}
 
 
@@ -278,7 +273,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `apply_backward_kernel`: those of `apply_kernel`, but with fewer rows if registers would run out."""
+    """Launch options of `apply_backward_kernel`, with fewer rows than in `apply_kernel` if registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)

@@ -1,16 +1,10 @@
 """Kernels for long sequences on CUDA: two passes over query, key and value, with many programs per matrix.
 
 With M = [Q, K], the first pass computes G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass
-computes V + M T:
+computes V + M T. In the backward kernels, E is the gradient of the output.
 
-    gram_kernel            G and X of each part of a sequence; a second launch replaces each inaccurate G
-    apply_kernel           V + M T
-    products_kernel        F = MᵀE of each part, given the gradient E of the output
-    apply_backward_kernel  the gradients of Q, K and V, given the gradients of G and X
-
-M is balanced as in `osa.linalg.balanced`, but γ and σ come from G alone, without a pass over the tokens. Shearing by γ
-subtracts from the shorter column of each pair its projection on the longer one. Scaling by σ makes the two columns about
-equally long. If shearing leaves little of a column, G is inaccurate: gram_kernel then sums the products of sheared columns.
+M is balanced as in `osa.linalg.balanced`, but γ and σ come from G alone. If shearing by γ leaves little of a column, G is
+inaccurate, and a second launch of gram_kernel sums the products of sheared columns.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """Functions that load and multiply rows of the balanced M = [Q, K] of a long sequence.
 
-Tensor cores multiply bfloat16 exactly and sum in float32. They take a float32 operand as two bfloat16 parts, which keep 16
-of its bits. Without tensor cores, products are in full float32.
+Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand becomes two bfloat16 parts, which keep 16 bits.
+Without tensor cores, products are in full float32.
 """
 
 import triton

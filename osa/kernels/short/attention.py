@@ -1,7 +1,6 @@
-"""Two kernels for short sequences on CUDA. One computes orthogonal attention, the other its gradients.
+"""Two kernels for short sequences on CUDA: orthogonal attention and its gradients. A program takes one head after another.
 
-The plain route of osa/routes.py launches hundreds of small products. Here a program takes one head after another. It
-computes all products of a head, and sums as many terms of φ₁ as the norm of Z requires. All methods have the form
+All methods have the form
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 
@@ -10,8 +9,7 @@ with L and T of mixing.py. Let E be the gradient of the output and F = LᵀE. Th
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
 If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which computes
-the same function. If the registers cannot hold a basis, ALL_ROWS is 0 and the result is NaN. A single program computes each
-sum, so every run gives the same bits.
+the same function. If the registers cannot hold a basis, ALL_ROWS is 0 and the result is NaN.
 """
 
 import triton

@@ -1,7 +1,4 @@
-"""Launches the kernels for short sequences: one launch forward and one backward. A program takes one head after another.
-
-Query and key have at most MAX_TOKENS rows and MAX_WIDTH columns. Two more kernels compute φ₁(Z) Y and its gradients.
-"""
+"""Launches the kernels for short sequences, and the kernels that compute φ₁(Z) Y and its gradients."""
 
 from dataclasses import dataclass
 
@@ -13,10 +10,9 @@ from osa.kernels.short import attention, phi1
 from osa.kernels.tiles import BLOCK, MAX_ROWS
 
 METHODS = ("exact", "newton_schulz", "qr")
-# The registers of a program hold the Gram matrices of a query and a key of this size
-MAX_TOKENS, MAX_WIDTH = 256, 16
+MAX_TOKENS, MAX_WIDTH = 256, 16  # maximum rows and columns of query and key
 MAX_PHI1_ROWS = MAX_ROWS.value
-ENTRIES_PER_THREAD = 64  # number of entries of a basis that Gram–Schmidt holds in the registers of a thread
+ENTRIES_PER_THREAD = 64  # entries of a basis that Gram–Schmidt holds in the registers of a thread
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp per matrix takes half the time of four on an H100
 
 
@@ -56,10 +52,9 @@ class Short:
         return saved if self.method == "exact" and not has_basis else None
 
     def constants(self, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-        """Compile-time constants of the kernel "forward" or "backward".
+        """Compile-time constants of the kernel "forward" or "backward". ALL_ROWS is 0 if the kernel computes no basis.
 
-        Gram–Schmidt holds a basis of ALL_ROWS rows in registers; ALL_ROWS is 0 if a kernel computes no basis. The forward
-        kernel of "qr" uses as many warps as the basis needs. "exact" computes a basis only if one warp can hold it.
+        The forward kernel of "qr" uses as many warps as its basis needs. "exact" computes a basis only if one warp holds it.
         """
         names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": self.method}
         constants, rows = names | {"ITERATIONS": num_iterations} | WARP, launch.padded(query.shape[-2])
@@ -99,5 +94,5 @@ def _sizes(query: Tensor, value: Tensor) -> tuple[int, int]:
 
 
 def _terms_size(size: int) -> int:
-    """Number of scratch entries that `phi1.phi1_gradients` needs for the terms of a block of columns."""
+    """Number of scratch entries that `phi1.phi1_gradients` needs for its terms."""
     return phi1.MAX_TERMS.value * BLOCK.value * size

@@ -1,10 +1,7 @@
-"""Products of matrices of at most 32 rows that stay in registers, as blocks of 16 × 16.
+"""Products of matrices of at most 32 rows that stay in registers, as blocks of 16 × 16, the smallest that `tl.dot` accepts.
 
-A product in scratch memory waits for its loads, for a barrier, and for its result to be loaded again. Each term of a series,
-and each iteration, needs the previous result, so waiting would take most of the time. 16 × 16 is the smallest block that
-`tl.dot` accepts. The registers of one warp hold the matrices of every method.
-
-A square matrix has four blocks, a symmetric matrix three, and a panel, which is a matrix of 16 columns, has two.
+Each term of a series needs the term before it. In scratch memory, products would wait for loads and barriers most of the
+time. A square matrix has four blocks, a symmetric matrix three, and a panel, which is a matrix of 16 columns, has two.
 """
 
 import triton

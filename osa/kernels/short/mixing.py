@@ -7,8 +7,7 @@ In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. Then
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
-The gradients follow osa/routes.py: they use the chain rule through G and X, and for "qr" a formula that does not
-differentiate the decomposition. The forward kernel saves no terms of φ₁: `phi1_gradients` computes them again.
+The gradients follow osa/routes.py. The forward kernel saves no terms of φ₁: the backward kernel computes them again.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""Computes φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients: functions for other Triton kernels, and two kernels that call them.
+"""Functions for Triton kernels, and two kernels, that compute φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients.
 
 Z has up to 32 rows and stays in registers (see blocks.py).
 """
@@ -19,9 +19,9 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-RADIUS = tl.constexpr(3.0)  # maximum ‖S‖₂ for a single series. The terms of the series then stay below 3³/3! = 4.5
+RADIUS = tl.constexpr(3.0)  # maximum ‖S‖₂ for a single series, whose terms then stay below 3³/3! = 4.5
 EPS = tl.constexpr(1.2e-7)
-MAX_TERMS = tl.constexpr(19)  # number of terms for ρ = 3, where the degree is 18, because 3¹⁹/19! is below EPS/4
+MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because 3¹⁹/19! is below EPS/4
 
 
 @triton.jit

@@ -8,8 +8,5 @@ def _on_cuda(fits):
     return lambda x, *others: x.device.type == "cuda" and fits(x, *others)
 
 
-for name, fits, function in (
-    ("attend", operators.fits, operators.attend),
-    ("phi1_times", operators.fits_phi1, operators.phi1_times),
-):
-    runtime.KERNELS.setdefault(name, []).append((_on_cuda(fits), function))
+runtime.KERNELS.setdefault("attend", []).append((_on_cuda(operators.fits), operators.attend))
+runtime.KERNELS.setdefault("phi1_times", []).append((_on_cuda(operators.fits_phi1), operators.phi1_times))

@@ -69,12 +69,13 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
         return False
     dtypes = query.dtype, key.dtype, value.dtype
     operator = _find(method, *tensors)
-    forms = operator.backend.forms(*tensors) if operator else ()
-    for form in forms:
+    if operator is None:
+        return False
+    for form in operator.backend.forms(*tensors):
         rows = padded(query.shape[-2]) if form == "short" else TRIED_TOKENS
         if not _is_verified(form, method, query.device, dtypes, *map(known, (rows, query.shape[-1], value.shape[-1]))):
             return False
-    return bool(forms)
+    return True
 
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
@@ -320,13 +321,7 @@ def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> 
 
 
 def _agrees(
-    form: str,
-    method: str,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
-    rows: int,
-    width: int,
-    value_width: int,
+    form: str, method: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
 ) -> bool:
     """True if a kernel's output and gradients on this device match the plain route's on the CPU in float64.
 
@@ -335,24 +330,17 @@ def _agrees(
     batch, is_hopper = 2, form in ("fused", "parts")
     if form == "parts":  # few heads and a long sequence, as "parts" requires
         batch, rows = 1, 2 * rows
-    with (
-        outside_of_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        runtime.without_autocast(device),
-    ):
+    with outside_of_modes(), torch.inference_mode(False), torch.enable_grad(), runtime.without_autocast(device):
         generator = torch.Generator().manual_seed(0)
         options: dict[str, Any] = {}
-        shapes: tuple[tuple[int, ...], ...]
         if form == "phi1":
-            shapes = (6, width, width), (6, width, value_width), (6, width, value_width)
-            *inputs, grad = (torch.randn(shape, generator=generator) for shape in shapes)
-            inputs[0] = 0.2 * (inputs[0] - inputs[0].mT)
-            function, plain = phi1_times, linalg.plain_phi1_times
+            z, y, grad = (torch.randn(6, width, each, generator=generator) for each in (width, value_width, value_width))
+            inputs = [0.2 * (z - z.mT), y]
+            function, plain, tolerance = phi1_times, linalg.plain_phi1_times, PHI1_TOLERANCE
         else:
             tokens = rows - rows // 4 + 1  # the last tile is incomplete
-            shapes = (batch, 3, tokens, width), (batch, 3, tokens, width), (batch, 3, tokens, value_width)
-            *inputs, grad = (torch.randn(shape, generator=generator) for shape in (*shapes, shapes[-1]))
+            widths = width, width, value_width, value_width
+            *inputs, grad = (torch.randn(batch, 3, tokens, each, generator=generator) for each in widths)
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
             # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50, where a term takes three products.
@@ -361,6 +349,7 @@ def _agrees(
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": EPSILON}
             function, plain = (functools.partial(each, **options) for each in (attend, plain_attention))
+            tolerance = HOPPER_TOLERANCE if is_hopper else max(TOLERANCE[x] for x in dtypes)
         grad = grad.to(dtypes[-1])
         exact = [x.double().requires_grad_() for x in inputs]
         try:
@@ -373,14 +362,10 @@ def _agrees(
                 ((a.detach().double().cpu() - b.detach()).norm() / b.detach().norm()).item()
                 for a, b in [(actual, expected), *zip(*grads, strict=True)]
             ]
-            tolerance = max(TOLERANCE[x] for x in dtypes)
-            if form == "phi1":
-                tolerance = PHI1_TOLERANCE
-            elif is_hopper:
-                tolerance = HOPPER_TOLERANCE
-            reason = None if max(errors) < tolerance else f"its error is {max(errors):.1e}"
+            if max(errors) < tolerance:
+                return True
+            reason = f"its error is {max(errors):.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if reason is not None:
-        warnings.warn(f'the kernel of "{method or form}" for d = {width} is not used on {device}: {reason}', stacklevel=2)
-    return reason is None
+    warnings.warn(f'the kernel of "{method or form}" for d = {width} is not used on {device}: {reason}', stacklevel=2)
+    return False

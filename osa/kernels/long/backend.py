@@ -5,7 +5,6 @@ the Gram matrices.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +25,7 @@ MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less tha
 # 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
 MATRICES = 128  # number of matrices that autograd differentiates at once; each takes 2 MB at a width of 64
-Mixing = Callable[..., Tensor]  # a function that computes T from G, X, c and, for "exact", R and R⁻¹
+Options = tuple[str, int, float]  # method, number of iterations and ε
 
 
 @dataclass(frozen=True)
@@ -41,25 +40,26 @@ class Long:
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
         """Writes the output, and saves a row for each matrix in the layout of `_matrices`."""
         query, key, value, scale = inputs
-        matrices = _matrices(saved, query, value)
-        length = 3 * query.shape[-1] ** 2 + matrices[4][0].numel()
+        width, value_width = query.shape[-1], value.shape[-1]
+        length = 3 * width**2 + 2 * width * value_width
         sums = query.new_empty(len(saved), partition(query, value)[0], length, dtype=torch.float32)
-        gram, products = _gram_and_products(inputs, sums)
+        none = sums.new_empty(0)
+        gram, products = _gram_and_products(inputs, sums, none, none)
         c = scale.reshape(-1, 1, 1).float()
         if self.method == "exact":
             shear, is_lost = _shear(gram)
-            again = _gram_and_products(inputs, sums, shear, is_lost)
+            again = _gram_and_products(inputs, sums, shear, is_lost.float())
             gram = torch.where(is_lost, again[0], _sheared(_sheared(gram, shear).mT, shear))
             products = torch.where(is_lost, again[1], _sheared(products, shear))
             sigma = _sigma(gram)
             gram, products = sigma * gram * sigma.mT, sigma * products
             *r_and_inverse, is_lost = _r_and_inverse(gram, c)
         else:
-            shear, sigma = torch.zeros_like(matrices[0]), torch.ones_like(matrices[1])
+            shear, sigma = gram.new_zeros(len(gram), 2 * width, 1), gram.new_ones(len(gram), 2 * width, 1)
             square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
             r_and_inverse, is_lost = [], c.abs() * square_norm > NO_DIGIT_ABOVE.value
         c = c.masked_fill(is_lost, math.nan)
-        mixed = _mixing(self.method, num_iterations, epsilon)(gram, products, c, *r_and_inverse)
+        mixed = _mixed((self.method, num_iterations, epsilon), gram, products, c, *r_and_inverse)
         rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *r_and_inverse[1:])]
         torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
         _launch(passes.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
@@ -76,8 +76,7 @@ class Long:
         sums = query.new_empty(len(saved), partition(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
         _launch_parts(passes.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
         parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *r_and_inverse)), strict=True)
-        mixing = _mixing(self.method, num_iterations, epsilon)
-        found = [_mixing_gradients(mixing, *part) for part in parts]
+        found = [_mixing_gradients((self.method, num_iterations, epsilon), *part) for part in parts]
         grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
         grads[3].copy_(grad_c.view(grads[3].shape))
         others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
@@ -86,7 +85,7 @@ class Long:
         )
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, int]:
-        return math.prod(query.shape[:2]), -(-sum(map(math.prod, _shapes(query, value))) // 16) * 16
+        return math.prod(query.shape[:2]), ratio_up(sum(map(math.prod, _shapes(query, value))), 16) * 16
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
         return _matrices(saved, query, value)[-2] if self.method == "exact" else None
@@ -104,20 +103,17 @@ def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
-def _mixing(method: str, num_iterations: int, epsilon: float) -> Mixing:
-    """Returns the function that computes T by a method, in full float32."""
-
-    def mixing(gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
-        with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
-            if method == "exact":
-                r, r_inverse = r_and_inverse
-                z = torch.bmm(torch.bmm(r, linalg.apply_j(c * gram)), r_inverse)
-                return c * torch.bmm(r_inverse, linalg.phi1_times(z, torch.bmm(r, linalg.apply_j(products))))
-            projector = _projector(gram, num_iterations, epsilon)
-            z = torch.bmm(projector, linalg.apply_j(c * gram))
-            return c * linalg.phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
-
-    return mixing
+def _mixed(options: Options, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
+    """Returns T in full float32, given G, X, c and, for "exact", R and R⁻¹."""
+    method, num_iterations, epsilon = options
+    with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
+        if method == "exact":
+            r, r_inverse = r_and_inverse
+            z = torch.bmm(torch.bmm(r, linalg.apply_j(c * gram)), r_inverse)
+            return c * torch.bmm(r_inverse, linalg.phi1_times(z, torch.bmm(r, linalg.apply_j(products))))
+        projector = _projector(gram, num_iterations, epsilon)
+        z = torch.bmm(projector, linalg.apply_j(c * gram))
+        return c * linalg.phi1_times(z, torch.bmm(projector, linalg.apply_j(torch.bmm(projector, products))))
 
 
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,11 +139,11 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.inference_mode(False)  # with `enable_grad`, turns on autograd, which is off inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
-    mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
+    options: Options, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of G, X and c, given the gradient of T."""
     small = [x.detach().requires_grad_() for x in (gram, products, c)]
-    mixed = mixing(*small, *r_and_inverse)
+    mixed = _mixed(options, *small, *r_and_inverse)
     with runtime.full_precision(grad.device), runtime.without_autocast(grad.device):
         return torch.autograd.grad(mixed, small, grad)
 
@@ -160,18 +156,15 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
     return linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
 
 
-def _gram_and_products(
-    inputs: Inputs, sums: Tensor, shear: Tensor | None = None, is_lost: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Tensor) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    If γ (`shear`) is given, the kernel first shears the columns of M, and computes G and X only where `is_lost` is True.
+    Unless γ (`shear`) is empty, the kernel shears the columns of M, and computes G and X only where `is_lost` is 1.
     """
     query, key, value, _ = inputs
-    is_sheared, none = shear is not None and is_lost is not None, sums.new_empty(0)
-    others = (sums, none, none) if shear is None or is_lost is None else (sums, shear, is_lost.float())
+    is_sheared = shear.numel() > 0
     tile = sheared_tile(query, value) if is_sheared else gram_tile(query, value)
-    _launch_parts(passes.gram_kernel, (query, key, value), others, tile, SHEARED=is_sheared)
+    _launch_parts(passes.gram_kernel, (query, key, value), (sums, shear, is_lost), tile, SHEARED=is_sheared)
     width, total = query.shape[-1], sums.sum(1)
     blocks, products = total.split([3 * width**2, total.shape[1] - 3 * width**2], 1)
     q_q, q_k, k_k = blocks.unflatten(1, (3, width, width)).unbind(1)
@@ -216,13 +209,7 @@ def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...
 
 
 def _launch(
-    kernel,
-    tensors: tuple[Tensor, ...],
-    others: tuple[Tensor, ...],
-    tile: dict,
-    parts: int | None = None,
-    blocks: int = 1,
-    **constants,
+    kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, parts: int = 0, blocks: int = 1, **constants
 ) -> None:
     """Launches programs for each head: one per tile of rows or, if `parts` is given, one per part and block of columns.
 

@@ -56,14 +56,15 @@ class Short:
 
         The forward kernel of "qr" uses as many warps as its basis needs. "exact" computes a basis only if one warp holds it.
         """
-        names = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1], "METHOD": self.method}
-        constants, rows = names | {"ITERATIONS": num_iterations} | WARP, launch.padded(query.shape[-2])
-        warps = rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD)
+        rows = launch.padded(query.shape[-2])
+        warps = max(1, rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD))  # number of warps that hold a basis
+        options = WARP
         if (self.method, kernel) == ("qr", "forward"):
-            constants["num_warps"] = max(constants["num_warps"], warps)
-        elif self.method != "exact" or warps > constants["num_warps"]:
+            options = WARP | {"num_warps": warps}
+        elif self.method != "exact" or warps > 1:
             rows = 0
-        return constants | {"ALL_ROWS": rows}
+        widths = {"WIDTH": query.shape[-1], "VALUE_WIDTH": value.shape[-1]}
+        return widths | {"METHOD": self.method, "ITERATIONS": num_iterations, "ALL_ROWS": rows} | options
 
 
 def phi1_forward(z: Tensor, y: Tensor, output: Tensor) -> None:

@@ -5,9 +5,7 @@ Of the backends short/, hopper/ and long/, in this order, the first that accepts
 
 import functools
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -115,20 +113,63 @@ def _as_heads(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> tuple
     return batch, inputs
 
 
-@dataclass(frozen=True)
 class Operator:
     """The operators osa::NAME and osa::NAME_backward of a backend, callable under autograd and torch.func."""
 
-    backend: Backend
-    attend: Callable[..., tuple[Tensor, Tensor]]  # takes query, key, value, scale, iterations and ε
-    # takes query, key, value, scale, the saved tensor, the gradient of the output, iterations and ε
-    gradients: Callable[..., tuple[Tensor, ...]]
-    # compiles the forward and the backward kernels; takes the arguments of `attend`, as tensors on "meta"
-    compile_both: Callable[..., None]
+    def __init__(self, name: str, backend: Backend) -> None:
+        self.backend = backend
+        options = "int num_iterations, float epsilon"
+        forward = f"({INPUTS}, {options}) -> (Tensor, Tensor)"
+        backward = f"({INPUTS}, Tensor saved, Tensor grad, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
+        self.attend = torch.library.custom_op(f"osa::{name}", self._attend, mutates_args=(), schema=forward)
+        self.gradients = torch.library.custom_op(f"osa::{name}_backward", self._gradients, mutates_args=(), schema=backward)
+        self.attend.register_fake(self._empty_output)
+        self.gradients.register_fake(_empty_grads)
+        self.attend.register_autograd(runtime.in_own_types(self._differentiate), setup_context=_save)
 
     def __call__(self, *arguments) -> tuple[Tensor, Tensor]:
         """Calls osa::NAME: directly under torch.compile, otherwise through `_Attention`, which torch.func supports."""
         return self.attend(*arguments) if torch.compiler.is_compiling() else _Attention.apply(self, *arguments)
+
+    def compile_both(self, query, key, value, scale, *options) -> None:
+        """Compiles the forward and the backward kernels for tensors on "meta"."""
+        inputs = query, key, value, scale
+        output, saved = self._empty_output(*inputs)
+        self.backend.forward(inputs, output, saved, *options)
+        self.backend.backward(inputs, saved, output.contiguous(), _empty_grads(*inputs), *options)
+
+    def _empty_output(self, query, key, value, *others):
+        batch, heads, tokens, width = value.shape
+        # With the tokens before the heads in memory, the heads can be concatenated without a copy.
+        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)
+        return output, query.new_empty(self.backend.saved_shape(query, value), dtype=torch.float32)
+
+    def _attend(self, query, key, value, scale, *options):
+        output, saved = self._empty_output(query, key, value)
+        self.backend.forward((query, key, value, scale), output, saved, *options)
+        valid = self.backend.scale_where_valid(query, value, saved)
+        # The operator itself warns, because a compiler would drop a warning outside of the operator.
+        if valid is not None and not runtime.is_captured(valid):
+            runtime.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
+        return output, saved
+
+    def _gradients(self, query, key, value, scale, saved, grad, *options):
+        grads = _empty_grads(query, key, value, scale)
+        self.backend.backward((query, key, value, scale), saved, grad, grads, *options)
+        return grads
+
+    def _differentiate(self, ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
+        return *self.gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
+
+
+def _empty_grads(query, key, value, scale, *others):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value, scale))
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.num_iterations, ctx.epsilon = inputs
+    ctx.set_materialize_grads(False)  # makes no zeros for the gradient of the saved tensor
+    ctx.save_for_backward(*tensors, output[1])
 
 
 class _Attention(torch.autograd.Function):
@@ -197,57 +238,6 @@ def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, 
     return tuple(x.unflatten(0, (size, -1)) for x in outputs), (0,) * len(outputs)
 
 
-def _register(name: str, backend: Backend) -> Operator:
-    options = "int num_iterations, float epsilon"
-    forward = f"({INPUTS}, {options}) -> (Tensor, Tensor)"
-    backward = f"({INPUTS}, Tensor saved, Tensor grad, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
-
-    def empty_output(query, key, value, *others):
-        batch, heads, tokens, width = value.shape
-        # With the tokens before the heads in memory, the heads can be concatenated without a copy.
-        output = value.new_empty(batch, tokens, heads, width).transpose(1, 2)
-        return output, query.new_empty(backend.saved_shape(query, value), dtype=torch.float32)
-
-    def empty_grads(query, key, value, scale, *others):
-        return tuple(x.new_empty(x.shape) for x in (query, key, value, scale))
-
-    @torch.library.custom_op(f"osa::{name}", mutates_args=(), schema=forward)
-    def attend_heads(query, key, value, scale, *options):
-        output, saved = empty_output(query, key, value, scale, *options)
-        backend.forward((query, key, value, scale), output, saved, *options)
-        valid = backend.scale_where_valid(query, value, saved)
-        # The operator itself warns, because a compiler would drop a warning outside of the operator.
-        if valid is not None and not runtime.is_captured(valid):
-            runtime.warn_of_loss(valid.view(scale.shape).isnan() & ~scale.isnan())
-        return output, saved
-
-    @torch.library.custom_op(f"osa::{name}_backward", mutates_args=(), schema=backward)
-    def gradients(query, key, value, scale, saved, grad, *options):
-        grads = empty_grads(query, key, value, scale)
-        backend.backward((query, key, value, scale), saved, grad, grads, *options)
-        return grads
-
-    def save(ctx, inputs, output) -> None:
-        *tensors, ctx.num_iterations, ctx.epsilon = inputs
-        ctx.set_materialize_grads(False)  # makes no zeros for the gradient of the saved tensor
-        ctx.save_for_backward(*tensors, output[1])
-
-    @runtime.in_own_types
-    def differentiate(ctx, grad: Tensor, _) -> tuple[Tensor | None, ...]:
-        return *gradients(*ctx.saved_tensors, grad, ctx.num_iterations, ctx.epsilon), None, None
-
-    def compile_both(query, key, value, scale, *options) -> None:
-        inputs = query, key, value, scale
-        output, saved = empty_output(*inputs)
-        backend.forward(inputs, output, saved, *options)
-        backend.backward(inputs, saved, output.contiguous(), empty_grads(*inputs), *options)
-
-    attend_heads.register_fake(empty_output)
-    gradients.register_fake(empty_grads)
-    attend_heads.register_autograd(differentiate, setup_context=save)
-    return Operator(backend, attend_heads, gradients, compile_both)
-
-
 @torch.library.custom_op("osa::phi1", mutates_args=())
 def _phi1_operator(z: Tensor, y: Tensor) -> Tensor:
     output = torch.empty_like(y)
@@ -273,9 +263,9 @@ _phi1_operator.register_fake(lambda z, y: torch.empty_like(y))
 _phi1_gradients_operator.register_fake(lambda z, y, grad: (torch.empty_like(z), torch.empty_like(y)))
 _phi1_operator.register_autograd(_phi1_autograd, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
-SHORT = {method: _register(method, short.Short(method)) for method in short.METHODS}
-HOPPER = {method: _register(f"fused_{method}", hopper.Hopper(method)) for method in hopper.METHODS}
-LONG = {method: _register(f"long_{method}", long.Long(method)) for method in long.METHODS}
+SHORT = {method: Operator(method, short.Short(method)) for method in short.METHODS}
+HOPPER = {method: Operator(f"fused_{method}", hopper.Hopper(method)) for method in hopper.METHODS}
+LONG = {method: Operator(f"long_{method}", long.Long(method)) for method in long.METHODS}
 
 
 def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | None:

@@ -197,9 +197,10 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
 
 def time_left(seconds: list[float | None], at_a_time: int) -> float:
     """Returns the seconds until all runs have ended, from the seconds of each run. NaN if the time of a run is unknown."""
-    if None in seconds:
+    known = [each for each in seconds if each is not None]
+    if len(known) < len(seconds):
         return math.nan
-    return max(sum(seconds) / at_a_time, *seconds, 0)
+    return max(sum(known) / at_a_time, *known, 0)
 
 
 # DVC

@@ -33,9 +33,10 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     sizes = [len(training.seeds) for training in settings.runs.values()]
     power = powers(claim, settings.spreads, settings.differences, sizes)
     if verdict := judge(claim, results):
-        rows = [{"variant": name, "accuracy": summary_of(results.accuracies(name))} for name in settings.runs]
-        observed = {row["variant"]: row["accuracy"].std for row in rows}
-        power |= {"observed": powers(claim, observed, [0.0], sizes)["rows"][0]["reproduced"]}
+        accuracies = {name: summary_of(results.accuracies(name)) for name in settings.runs}
+        rows = [{"variant": name, "accuracy": accuracy} for name, accuracy in accuracies.items()]
+        spreads = {name: accuracy.std for name, accuracy in accuracies.items()}
+        power["observed"] = powers(claim, spreads, [0.0], sizes)["rows"][0]["reproduced"]
     return {"power": power, "rows": rows, "verdict": verdict}
 
 

@@ -1,7 +1,6 @@
 """Checks params.yaml against its schema.
 
-DVC runs this stage before all others. The output of this stage never changes, so an edited parameter reruns only the stages
-that use the parameter.
+DVC runs this stage first. The stage's output never changes, so an edited parameter reruns only the stages that use it.
 """
 
 from pathlib import Path

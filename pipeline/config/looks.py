@@ -3,17 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Colour-blind readers can distinguish the colours of PALETTE. The first seven are from Okabe and Ito (2008), with INK in
-# place of black. The last four are from Tol (2021).
+# Colour-blind readers can distinguish these colours: seven from Okabe and Ito (2008), with INK for black, and four from Tol
+# (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
-# Maps a colour in a figure to a CSS value that follows the page's light or dark scheme.
+# A colour in a figure → a CSS value that follows the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-# Minimum luminance of a colour on the dark page. A line with this luminance has a contrast ratio of 4 to the page. WCAG 2.2
-# (1.4.11) requires a ratio of 3.
-LEAST_LUMINANCE = 0.2
-# The models of osa.MODELS. The position of a model determines its look.
+LEAST_LUMINANCE = 0.2  # on the dark page; gives a contrast ratio of 4, and WCAG 2.2 (1.4.11) requires 3
+# The models of osa.MODELS. The position of a model here determines its look.
 FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
 FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
@@ -62,7 +60,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Look:
-    """Colour and dashes of a model. Dashes are in units of the line width. A solid line has no dashes."""
+    """The colour and the dashes of a model's line. Dashes are in units of the line width."""
 
     colour: str
     dashes: tuple[float, ...]
@@ -74,10 +72,7 @@ class Look:
 
 
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
-    """Returns the look of a model or of a method of attention.
-
-    Models that FIXED lacks are placed after the models of FIXED, in the order of `among`.
-    """
+    """Returns the look of a model or of a method of attention. Models outside FIXED get looks in the order of `among`."""
     name = LOOK_OF_METHOD.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
     place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)

@@ -1,7 +1,6 @@
 """Defines the schemas of params.yaml and pipeline/paper.yaml, and derives the configuration of a run from them.
 
-The user edits params.yaml. paper.yaml holds the paper's numbers, a training recipe for each reading of the paper, and the
-details that the paper leaves open.
+The user edits params.yaml. paper.yaml holds the paper's numbers, and a training recipe for each reading of the paper.
 """
 
 import argparse
@@ -65,7 +64,7 @@ def _is_strange(letter: str) -> bool:
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
 
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # becomes part of the names of DVC stages and folders
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # part of the names of DVC stages and folders
 MAX_SEED = 2**31 - 1
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 AnySeeds = Annotated[list[Seed], AfterValidator(_distinct)]  # may be empty
@@ -176,13 +175,12 @@ def read_description(folder: str | Path) -> Description:
 def options(
     group: type, *, absent: Iterable[str] = (), optional: Iterable[str] | None = None, **limits: Any
 ) -> type[Section]:
-    """Creates a section of params.yaml from a dataclass of options in osa, with the same names, types, bounds and choices.
+    """Creates a section of params.yaml from a dataclass of options, such as `osa.options.Sizes`.
 
     Args:
-        group: the dataclass, such as `osa.options.Sizes`.
         absent: options that the section does not have.
-        optional: options that the user may omit for the library's default. None stands for all options that have a default.
-        limits: further bounds. Each keyword is the name of an option. Its value holds keyword arguments of `Field`.
+        optional: options that the user may omit. None stands for all options with a default.
+        limits: further bounds of an option, as keyword arguments of `Field`.
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
@@ -198,7 +196,7 @@ def options(
 BOUNDS = {"above": "gt", "least": "ge", "below": "lt", "most": "le"}
 
 
-# mypy cannot see the attributes of classes that are created at run time; the type Any accepts every attribute.
+# The type is Any because mypy cannot see the attributes of a class that is created at run time.
 ModelKeys: Any = options(
     Sizes,
     absent=("image_size", "in_channels"),  # the data determine both options
@@ -236,10 +234,7 @@ class Train(Section):
 
 
 class Variant(VariantKeys):
-    """A model: its architecture, penalty, constraint and overrides of shared sections.
-
-    A key of the architecture is optional if `osa.options.Architecture` has a default. All other keys are optional.
-    """
+    """A model: its architecture, penalty, constraint and overrides of shared sections."""
 
     penalty: Penalty | None = None
     penalty_weight: NonNegativeFloat | None = None
@@ -310,11 +305,7 @@ class RunConfig(Shared):
 
     @functools.cached_property
     def options(self) -> ModelConfig:
-        """The configuration of the model, with image size and channels from the data.
-
-        Raises:
-            ValueError: options contradict each other.
-        """
+        """The configuration of the model, with image size and channels from the data."""
         return self._options_for(self.data.images)
 
     def _options_for(self, images: ImageFormat) -> ModelConfig:
@@ -330,7 +321,6 @@ class Params(Shared):
     labels: Labels
 
     def label(self, variant: str) -> str:
-        """The label of a variant, or its name if it has no label."""
         return self.labels.get(variant, variant)
 
     @model_validator(mode="after")
@@ -343,18 +333,13 @@ class Params(Shared):
 
 
 class OpenChoice(Section):
-    """A detail that the paper leaves open.
-
-    paper     what the paper says about it, if anything
-    ours      our choice; `key` is the key in params.yaml that sets it
-    instead   the alternative that we tried
-    """
+    """A detail that the paper leaves open."""
 
     topic: str
-    paper: str | None
-    ours: str
-    key: str | None = None
-    instead: str | None = None
+    paper: str | None  # what the paper says about the detail
+    ours: str  # our choice
+    key: str | None = None  # key in params.yaml that sets our choice
+    instead: str | None = None  # the alternative that we tried
 
 
 class Paper(Section):
@@ -365,8 +350,7 @@ class Paper(Section):
     link: str
     table_2: dict[Name, float]
     labels: Labels
-    # Each reading is an interpretation of Section 5 and Appendix D, with our choices where the paper omits details.
-    readings: dict[Name, Shared]
+    readings: dict[Name, Shared]  # interpretations of Section 5 and Appendix D, with our choices where details are missing
     orders: dict[Name, dict[str, Any]]
     left_open: list[OpenChoice]
 
@@ -398,7 +382,7 @@ def load(path: str | Path = "params.yaml") -> Params:
 
 
 def with_library(raw: Any) -> Any:
-    """Adds the library's models and labels to the content of params.yaml. The content of params.yaml takes precedence."""
+    """Adds the library's models and labels to the content of params.yaml, which takes precedence."""
     if not isinstance(raw, dict):
         return raw  # `validate` then reports the wrong type
     raw = {"labels": {}} | raw
@@ -412,15 +396,12 @@ def _labels() -> dict[str, str]:
 
 
 def load_paper() -> Paper:
-    """Reads and checks pipeline/paper.yaml."""
     path = in_repository("pipeline/paper.yaml")
     return validate(Paper, read_yaml(path), str(path))
 
 
 def resolve(params: Params, name: str, overrides: Overrides | None = None) -> RunConfig:
-    """Returns the configuration of a variant.
-
-    The configuration starts from the shared sections. The variant's overrides are applied first, and then `overrides`.
+    """Returns the configuration of a variant. `overrides` takes precedence over the variant's own overrides.
 
     Raises:
         UserError: the variant does not exist, or an override is unknown or impossible.
@@ -433,9 +414,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns the configuration of a model of osa.MODELS, with the recipe `paper.readings[reading]`.
-
-    Only the choice of images comes from params.yaml.
+    """Returns the configuration of a model of osa.MODELS with a reading's recipe. Only the images come from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.
@@ -489,7 +468,7 @@ def as_options(overrides: Overrides) -> list[str]:
 
 
 def leaves(overrides: Overrides) -> dict[str, Any]:
-    """The overrides as one flat dictionary, with keys such as train.learning_rate."""
+    """Flattens overrides to one dictionary, with keys such as train.learning_rate."""
     return {f"{section}.{key}": value for section, own in overrides.items() for key, value in own.items()}
 
 
@@ -514,12 +493,11 @@ def run_name(variant: str, overrides: Overrides | None = None) -> str:
 
 
 def deep_merge(values: Any, changes: Any) -> Any:
-    """Merges `changes` into `values`, recursively; `changes` takes precedence."""
+    """Merges `changes` into `values` recursively. `changes` takes precedence."""
     if isinstance(values, dict) and isinstance(changes, dict):
         return values | {key: deep_merge(values.get(key), change) for key, change in changes.items()}
     return changes
 
 
 def as_yaml(value: Any) -> str:
-    """Formats a scalar as YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -29,10 +29,9 @@ def in_repository(path: str | Path) -> Path:
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Reads a YAML file without validating its content. Raises UserError if the file is absent or not YAML.
+    """Reads a YAML file. Raises UserError if the file is absent or not YAML.
 
-    The parser is ruamel.yaml, as in DVC, so that we read the values that DVC tracks. PyYAML, which follows YAML
-    1.1, would read 1e-06 as text and 1:30 as 90, and would accept duplicate keys.
+    The parser is ruamel.yaml, as in DVC. PyYAML would read 1e-06 as text, and would accept duplicate keys.
     """
     text = ""
     try:
@@ -54,7 +53,7 @@ def read_yaml(path: str | Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Parses YAML. The result is cached, because the parser is slow and a page reads the same few files for each study."""
+    """Parses YAML. Results are cached, since the parser is slow and a page reads the same files for each study."""
     return YAML(typ="safe").load(text)
 
 
@@ -112,7 +111,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """Returns `text` with ASCII digits, for example in place of full-width digits. Returns None if YAML reads no number."""
+    """Returns `text` with ASCII digits in place of others, such as full-width digits. Returns None if it is not a number."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

@@ -1,7 +1,6 @@
 """Reads and writes record.json, which holds the provenance of a folder of results and the SHA-256 of each file in it.
 
-Every folder of results has a record. The folder holds either a run or measurements. The record also holds a digest of its
-own content. Every reader of results first calls `read_record`, which detects any changed byte in the folder.
+Every reader of results first calls `read_record`, which detects any changed byte in the folder.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The provenance of a run. `folder` holds the curves of the run. The weights are stored in another folder."""
+    """The provenance of a run. `folder` does not hold the weights."""
 
     run_key: str
     study: str
@@ -77,7 +76,6 @@ class RunRecord(Record):
 
     @property
     def name(self) -> str:
-        """The name of the run within its study, from variant and overrides."""
         return params.run_name(self.variant, self.overrides)
 
     @property
@@ -89,13 +87,13 @@ Kind = TypeVar("Kind", bound=Record)
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Writes a record into a folder. Omits keys with default values, so that a new option does not change old records."""
+    """Writes a record into a folder. Omits default values, so that a new option does not change old records."""
     content = json.loads(files.as_json(record.model_dump(mode="json", exclude_defaults=True)))
     files.write_json(folder / RECORD, content | {SHA256: files.json_digest(content)})
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements, with digests of its files. `made_by` holds the record's other keys."""
+    """Writes the record of a folder of measurements. `made_by` holds the keys besides the folder and its digests."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 

@@ -1,1 +1,1 @@
-"""Common code of all other packages: files, errors for the user, git, and the provenance of results."""
+"""Code that all other packages share: files, errors, git, and the provenance of results."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection
 
 
 class UserError(Exception):
-    """An error that the user can fix. The message is a sentence that names the key or file at fault and a remedy."""
+    """An error that the user can fix. The message names the key or file at fault, and a remedy."""
 
 
 def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
-    """Creates the argument parser of a command. Its help shows the first line of `about`, the docstring of a module."""
+    """Returns the argument parser of a command. The help shows the first line of `about`, a module's docstring."""
     return argparse.ArgumentParser(prog=f"python -m pipeline {command}", description=(about or "").partition("\n")[0])
 
 
@@ -51,11 +51,10 @@ def hint(name: object, known: Collection[str]) -> str:
 
 
 def ended(sentence: str) -> str:
-    """Ends the sentence with a full stop, unless it is a question."""
     return sentence if sentence.endswith("?") else f"{sentence}."
 
 
 def without_password(text: str) -> str:
-    """Removes the login before the @ of each address in `text`, and masks the values of password=, token= and so on."""
+    """Removes the login (user:password@) from each address in `text`, and masks the value of password=, token= and so on."""
     text = re.sub(r"(?<=://)\S*@|[^\s/'\"]+:[^\s'\"]+@", "", text)
     return re.sub(r"(?i)((?:password|passwd|pwd|token|secret|signature|key)=)[^\s&'\"]+", r"\1***", text)

@@ -17,28 +17,21 @@ from pipeline.core.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and not needed to train
 
-ROOT = Path(__file__).resolve().parents[2]  # root of the repository that contains this file
-# Number of significant digits in files. Later digits of a result depend on the number of threads.
-DIGITS = 6
+ROOT = Path(__file__).resolve().parents[2]  # of the repository
+DIGITS = 6  # significant digits in files; later digits depend on the number of threads
 
 
 def resolve_user_path(path: str) -> Path:
-    """Returns a user's path as given if it exists, else the same path in the folder DVC_ROOT.
+    """Returns a user's path if it exists, else the same path below DVC_ROOT.
 
-    `dvc exp run --temp` runs in a copy of the repository. DVC_ROOT is then the original repository.
+    DVC_ROOT is the original repository while `dvc exp run --temp` runs in a copy.
     """
     here = Path(path).expanduser()
     return here if here.exists() else Path(os.environ.get("DVC_ROOT", ""), here)
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Writes `data` to `path`, creating its folder. A reader sees either the old file or the new one, both complete.
-
-    Also removes temporary files that killed processes have left.
-
-    Raises:
-        UserError: the file cannot be written, for example because the disk is full or the folder is read-only.
-    """
+    """Writes a file and creates its folder. Raises UserError if the file cannot be written, as when the disk is full."""
     path = Path(path)
     try:
         try:
@@ -60,7 +53,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file for writing, and renames it to `path` once it is complete."""
+    """Opens a temporary file, and renames it to `path` once complete. Removes temporary files of killed processes."""
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
@@ -88,17 +81,15 @@ def is_alive(pid: int | str) -> bool:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes `text` as UTF-8, without converting newlines."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: str | Path, value: object) -> None:
-    """Writes `value` as JSON, formatted by `as_json`."""
     write_text(path, as_json(value))
 
 
 def as_json(value: object, sort_keys: bool = True) -> str:
-    """Formats `value` as JSON; equal values give equal text. NaN and infinities become null. Keys are sorted by default."""
+    """Formats `value` as JSON. Equal values give equal text. NaN and infinities become null."""
     return json.dumps(_finite(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n"
 
 
@@ -135,18 +126,15 @@ def rounded(value: float) -> float:
 
 
 def rounded_table(table: pd.DataFrame) -> pd.DataFrame:
-    """Rounds every float in a table, as `rounded` does."""
     return table.apply(lambda column: column.map(rounded) if column.dtype.kind == "f" else column)
 
 
 def sha256(path: str | Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_digest(value: object) -> str:
-    """The SHA-256 of a value's JSON, in hexadecimal."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

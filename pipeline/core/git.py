@@ -1,7 +1,6 @@
-"""Runs git in an environment that does not depend on the user's shell.
+"""Runs git with the user's configuration, except for SETTINGS.
 
-Callers use the output formats that git keeps stable for programs (`--porcelain`, `-z`, `cat-file`): no colour, pager or diff
-tool changes them. The user's configuration, such as the list of safe folders, applies to everything except SETTINGS.
+Callers use the output formats that git keeps stable for programs: `--porcelain`, `-z` and `cat-file`.
 """
 
 import os
@@ -18,19 +17,13 @@ SETTINGS = {
     "log.showSignature": "false",
     "i18n.logOutputEncoding": "UTF-8",
 }
-# LC_ALL makes git write its messages in English. GIT_OPTIONAL_LOCKS keeps git from taking a lock while it only reads. Such a
-# lock could block a commit.
-FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+FORM = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}  # messages in English, and no lock while git only reads
 
 
 def run(*arguments: str, folder: Path | None = None, given: list[str] | None = None) -> str:
-    """Runs git in `folder` (default: the working directory) and returns its output.
+    """Runs git in `folder` (default: the working directory) and returns its output. Raises UserError if git fails.
 
-    Args:
-        given: strings that git reads from its standard input. Each string is followed by a zero byte.
-
-    Raises:
-        UserError: git failed; the message includes its output.
+    Git reads the strings `given`, each followed by a zero byte, from its standard input.
     """
     command = ["git"]
     for name, value in SETTINGS.items():
@@ -54,10 +47,10 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment variables of this process, changed for git.
+    """Returns the environment variables for git.
 
-    The variables of FORM are added. GIT_DIR and similar variables are left out, because they may point to another
-    repository. The variables GIT_CONFIG_* are kept, because they locate the user's configuration.
+    GIT_DIR and similar variables, which may point to another repository, are left out. GIT_CONFIG_* variables, which
+    locate the user's configuration, are kept.
     """
     kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     return kept | FORM

@@ -20,7 +20,7 @@ WORDLESS = ("AMD", "Intel", "NVIDIA", "Processor", "80GB", "HBM3")  # words omit
 
 
 def describe_environment(device: torch.device) -> dict:
-    """Returns device, number of threads, platform and versions, with the keys of `records.Environment`."""
+    """Returns the fields of `records.Environment` for this process."""
     import torch
 
     return {
@@ -49,9 +49,9 @@ def short_name(environment: dict) -> str:
 
 
 def describe_commit() -> dict:
-    """Returns the current commit, and whether any file that affects results differs from this commit.
+    """Returns the current commit, and whether a file that affects results differs from this commit.
 
-    Both values are None if git is missing or ROOT is not the root of a git repository.
+    Both values are None if git is missing, or ROOT is not the root of a git repository.
     """
     top = git.ask("rev-parse", "--show-toplevel", folder=ROOT)
     if top is None or Path(top).resolve() != ROOT:
@@ -79,19 +79,16 @@ def process_seconds() -> float:
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def default_device() -> torch.device:
-    """CUDA if available, else the CPU."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU or of the processor."""
     if device.type != "cuda":
         return _cpu_name()
     import torch
@@ -100,7 +97,6 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
-    """The processor's name, from /proc/cpuinfo on Linux and from Python's `platform` elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -10,19 +10,19 @@ from typing import TypeVar
 
 from pipeline.core.errors import UserError
 
-# Names of files that operating systems and network storage create. `members` skips these files.
+# Names of files that operating systems and network storage create
 UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaDir", "@Recycle", "@Recently-Snapshot"}
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}
 # Errors that reading a damaged archive can raise
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)
-UNIX = (3, 19)  # values of `create_system` in a zip for Unix and macOS, where a name may contain a backslash
+UNIX = (3, 19)  # `create_system` in a zip from Unix and macOS, where a name may contain a backslash
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
 # The name of a file, its size in bytes, and a function that reads the file. The function is None for links and devices.
 Member = tuple[str, int, Callable[[], bytes] | None]
 
 
 def members(path: Path) -> Iterator[Member]:
-    """Yields all files, except hidden files and the files in UNSEEN.
+    """Yields all files of a folder or archive, except hidden files and the files in UNSEEN.
 
     Raises:
         UserError: a member's path leads out of the archive, or the archive cannot be read.
@@ -46,7 +46,7 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """Yields the members of an archive. Of members with equal names, yields only the last, which unpacking would keep."""
+    """Yields the members of an archive. Of members with equal names, yields the last, which unpacking would keep."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -72,14 +72,13 @@ def name_in_zip(entry: zipfile.ZipInfo) -> str:
 
 
 def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
-    """Returns the bytes of a member. Raises TarError if the member is not a file."""
     if (file := archive.extractfile(entry)) is None:
         raise tarfile.TarError(f"{entry.name} is no file")
     return file.read()
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """Returns the last entry of each name, in the order of the archive. A compressed archive is fastest to read in order."""
+    """Returns the last entry of each name, in the order of the archive, which is the fastest to read."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file

@@ -1,11 +1,7 @@
 """Fetches a data set as four verified files in data/SOURCE.
 
-The command also writes the digest of the data set to paper_outputs/data/SOURCE.txt. Records of runs hold the same digest.
-
-By default, the data set is `data.source` in params.yaml. The command can name another: `python -m pipeline fetch kmnist`.
-MNIST, Fashion-MNIST, KMNIST and CIFAR-10 come from the first mirror that works. An environment variable such as
-OSA_MNIST_MIRROR names a folder or URL to try before the mirrors. `sample` and `folder` need no network: sample.py and
-images.py create them.
+The command also writes the digest of the data set to paper_outputs/data/SOURCE.txt. Published data sets come from the first
+mirror that works. An environment variable such as OSA_MNIST_MIRROR names a folder or URL to try before the mirrors.
 """
 
 import base64
@@ -60,9 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fetch(source: str) -> None:
-    """Downloads a data set into its folder, except files that are already there and intact.
-
-    Each file is checked before it replaces an older one, so that a failed download changes nothing.
+    """Downloads the files of a data set that are missing or damaged. A failed download leaves the old files in place.
 
     Raises:
         UserError: no mirror delivered a file.
@@ -102,7 +96,7 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
 
 
 def published(source: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the mirrors of a data set, and a dictionary from the names of its files to their digests."""
+    """Returns the mirrors of a data set, and the digest of each file by name."""
     if source == "mnist":
         return list(MIRRORS), FILES
     from torchvision import datasets  # takes seconds to import
@@ -134,7 +128,7 @@ def _download(url: str, digest: str) -> bytes:
 
 
 def _digest_like(content: bytes | bytearray, known: str) -> str:
-    """Returns the digest of `content`, MD5 or SHA-256, whichever has the length of `known`."""
+    """Returns the MD5 or SHA-256 of `content`, whichever has the length of `known`."""
     return hashlib.new("md5" if len(known) == 32 else "sha256", content, usedforsecurity=False).hexdigest()
 
 

@@ -1,9 +1,8 @@
 """Loads a data set: checks the four files that the fetch stage wrote, and puts their bytes on the device.
 
-Published data sets are gzipped IDX files. The user's images are memory-mapped NumPy files (.npy), so that only the parts in
-use are read. An IDX file (LeCun, Cortes and Burges, "The MNIST database of handwritten digits") begins with a header of
-big-endian 32-bit words: the magic number 0x0800 + (number of dimensions), then each dimension. The array follows, as
-unsigned bytes in C order.
+Published data sets are gzipped IDX files (LeCun, Cortes and Burges, "The MNIST database of handwritten digits"). Such a file
+has big-endian 32-bit words with the magic number 0x0800 + (number of dimensions) and each dimension, and then the array as
+unsigned bytes in C order. The user's images are memory-mapped NumPy files.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))
 class Images:
     """Images on a device: `pixels` (n, C, H, W) uint8, and `levels` (256,) float32, the scaled value of each pixel level.
 
-    Indexing, slicing and `split` look up the scaled values and return float32 images, with the same bits as images that were
-    scaled beforehand. Images scaled beforehand would take four times the memory.
+    Indexing, slicing and `split` return scaled images, float32. Stored scaled images would take four times the memory.
     """
 
     pixels: torch.Tensor
@@ -52,11 +50,9 @@ class Images:
         return self.levels.index_select(0, chosen.flatten().int()).view(chosen.shape)
 
     def first(self, count: int) -> Images:
-        """The first `count` images, or all if there are fewer."""
         return replace(self, pixels=self.pixels[:count])
 
     def only(self, which: torch.Tensor) -> Images:
-        """The images at the indices `which`."""
         return replace(self, pixels=self.pixels[which])
 
     def split(self, size: int) -> Iterator[torch.Tensor]:
@@ -84,10 +80,9 @@ class DataSet:
     sha256: str
 
     def hold_out(self, which: torch.Tensor) -> DataSet:
-        """Returns a data set in which some training images replace the test images.
+        """Returns a data set whose test images are the training images at the indices `which`, int64.
 
-        Args:
-            which: indices of these training images, int64. The other training images remain for training.
+        The other training images remain for training.
         """
         import torch
 
@@ -114,9 +109,7 @@ def read_data(folder: str | Path, pixel_scaling: str = "unit", device: str | tor
 
         "unit"       x / 255
         "half"       2 x / 255 - 1
-        "standard"   (x - mean) / std, where mean and std are taken over all pixels of all training images
-
-    The test images are scaled like the training images.
+        "standard"   (x - mean) / std, with mean and std over all pixels of all training images
 
     Raises:
         UserError: a file is missing or corrupted, the scaling is unknown, or a GPU has too little memory.
@@ -148,10 +141,9 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 
 
 def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
-    """The SHA-256 of the bytes of a data set: train images, train labels, test images and test labels, one after another.
+    """The SHA-256 of train images, train labels, test images and test labels, one after another.
 
-    Args:
-        num_own_classes: number of classes of the user's images. Needed only before the description of the images is written.
+    `num_own_classes`, the number of classes of the user's images, is needed until their description is written.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
@@ -185,20 +177,15 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _histogram(images: np.ndarray) -> np.ndarray:
-    """Returns the number of pixels of each level, (256,).
-
-    `bincount` converts pixels to 64 bits. To save memory, it gets at most 2²⁰ pixels at a time.
-    """
+    """Returns the number of pixels of each level, (256,)."""
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
-    for start in range(0, len(pixels), 2**20):
+    for start in range(0, len(pixels), 2**20):  # saves memory, since `bincount` converts pixels to 64 bits
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
     return counts
 
 
 def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
-    """Writes an array in NumPy's format. A failure leaves no partial file.
-
-    The array may exceed the memory. It is therefore written part by part.
+    """Writes an array in NumPy's format, part by part, since the array may exceed the memory.
 
     Raises:
         UserError: the file cannot be written, as when the disk is full.
@@ -214,7 +201,6 @@ def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterab
 
 
 def label_type(num_classes: int) -> np.dtype:
-    """The dtype of stored labels: uint8 for up to 256 classes, as in published data sets, and uint16 for more."""
     return LABEL_TYPES[num_classes > 256]
 
 
@@ -247,11 +233,7 @@ def _num_own_classes(folder: str | Path) -> int | None:
 
 
 def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
-    """Reads and checks a data set.
-
-    Returns:
-        Train images, train labels, test images and test labels. Images are (n, C, H, W) uint8, labels are (n,).
-    """
+    """Reads and checks train images (n, C, H, W), train labels (n,), test images and test labels."""
     arrays: list[np.ndarray] = []
     is_own, num_classes = num_own_classes is not None, num_own_classes or params.MNIST_LIKE.num_classes
     names, read = ((OWN_IMAGES, OWN_LABELS), _map_own) if is_own else ((IDX_IMAGES, IDX_LABELS), _read_idx)

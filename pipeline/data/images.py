@@ -1,9 +1,7 @@
 """Converts the user's images, in a folder or a tar or zip archive, to the four files that training reads.
 
 Images lie in train/CLASS/ and test/CLASS/, as for torchvision's ImageFolder, in any format that Pillow reads. An image is
-stored as a viewer shows it, with its EXIF orientation and colour profile applied. Images that are not square, have more than
-8 bits or are transparent are refused. The common size and mode are known only after all images are decoded. Until then, the
-pixels are in a temporary file, since they may exceed the memory.
+stored as a viewer shows it, with its EXIF orientation and colour profile applied.
 """
 
 import hashlib
@@ -31,8 +29,7 @@ SPLITS = {"train": "train", "test": "t10k"}  # name of the user's folder → nam
 # Some programs that unpack a Windows zip create files with names such as train\cat\1.png instead of folders.
 WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)
 MAX_CLASSES = 1000
-# Maximum number of bytes: LARGEST_FILE for the file of an image, LARGEST_DATA for the pixels of all images
-LARGEST_FILE, LARGEST_DATA = 2**28, 2**35
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of the file of an image, and of the pixels of all images
 # One of these follows the first four bytes of a HEIC file (ISO/IEC 23008-12).
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
@@ -42,13 +39,11 @@ Decoded = tuple[str, int, int]  # an image's mode, its width, and the offset of 
 def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
-    All images are resized (bilinear) to one size: `data.resize`, or else the most common size. They are stored as grey if
-    all pixels are grey, else in colour. In each split, the classes take turns, as `in_turns` describes. Every part of a
-    split is therefore balanced.
+    All images are resized (bilinear) to `data.resize`, or else to the most common size. The images are stored as grey if all
+    pixels are grey, else in colour.
 
     Raises:
-        UserError: `data.path` cannot be read, does not have the folders train/CLASS/ and test/CLASS/, or holds an unusable
-            image.
+        UserError: `data.path` cannot be read, lacks train/CLASS/ or test/CLASS/, or holds an unusable image.
     """
     if wanted.path is None:
         raise UserError("params.yaml has no data.path: write there where the folder or archive of your images lies.")
@@ -104,12 +99,12 @@ def store_split(
 
 
 def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter[int]]:
-    """Decodes the images under train/ and test/, and writes their pixels to `spool`.
+    """Decodes the images under train/ and test/, and writes the pixels to `spool`, since all pixels may exceed the memory.
 
     Returns:
         The decoded images, and the number of images of each original size.
     """
-    # The disk holds the pixels twice, in `spool` and in the data set. The pixels may therefore take half of the free space.
+    # The pixels may take half of the free space, since the disk holds them twice: in `spool` and in the data set.
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)
     images: dict[ImagePath, Decoded] = {}
     sizes: Counter[int] = Counter()
@@ -170,7 +165,7 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
     """Returns an image as a viewer shows it, and its original size. The mode is L if all pixels are grey, else RGB.
 
     Raises:
-        UserError: the image must be refused, or its decoder raises an exception of any type.
+        UserError: the image must be refused, or cannot be decoded.
     """
     try:
         with warnings.catch_warnings():
@@ -219,7 +214,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
 
 
 def in_turns(places: list[ImagePath]) -> list[ImagePath]:
-    """Sorts images by turns: the first image of every class, then the second image of every class, and so on."""
+    """Sorts images by turns: the first of every class, then the second of every class, so that every part is balanced."""
     counts: Counter[str] = Counter()
     ranked = []
     for place in sorted(places):

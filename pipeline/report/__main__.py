@@ -4,8 +4,8 @@
     python -m pipeline report readme                      writes the result into README.md, between its markers
     python -m pipeline report demonstration               writes report.html and .md without studies, as in quickstart/
 
-templates/ holds the text, one template for each section. Studies summarise their tables as numbers, which are written to
-paper_outputs/numbers and shown in the text. Nothing depends on time or chance: the same files give the same bytes.
+templates/ holds the text. Studies give the numbers in the text, which are also written to paper_outputs/numbers. Nothing
+depends on time or chance: the same files give the same bytes.
 """
 
 import base64
@@ -35,13 +35,13 @@ from pipeline.studies import study
 from pipeline.studies.lab import Lab
 from pipeline.training.run import RUNS
 
-# Maps the name of a page to the name of its file.
+# Name of a page → name of its file
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}
-ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that are shown on the page research
-# The page `paper` also quotes numbers of these studies, which are shown on the page `research`.
+ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that the page `research` shows
+# Page → studies of another page whose numbers the page quotes
 QUOTED = {"paper": ("ablations", "harder_data")}
-NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # both folders have a subfolder for each page
-NARROW_FIGURES = FIGURES / "narrow"  # the same figures for phones
+NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # have a subfolder for each page
+NARROW_FIGURES = FIGURES / "narrow"  # for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # pages that are stages of dvc.yaml
 README, MARKERS = Path("README.md"), re.compile(r"(<!-- (\w+) -->\n).*?(\n<!-- /\2 -->)", re.DOTALL)
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def studies_on(name: str) -> list[str]:
-    """The studies of a page. The page `demonstration` has no studies."""
+    """Returns the studies of a page. The page `demonstration` has none."""
     paper = [each for each in studies.names("paper") if each not in ON_RESEARCH]
     return {"paper": paper, "research": [each for each in studies.names() if each not in paper]}.get(name, [])
 
@@ -97,13 +97,9 @@ def make_page(name: str, only: str | None = None) -> None:
 
 
 def check_current(*pages: str) -> None:
-    """Checks with DVC that the inputs of pages are up to date.
-
-    Raises:
-        UserError: a direct or indirect input was changed.
-    """
+    """Raises UserError if DVC considers a direct or indirect input of the pages out of date."""
     stages = [name for name in pages if name in STAGES]
-    # `dvc repro` sets DVC_STAGE. It has already checked the inputs.
+    # `dvc repro` sets DVC_STAGE after a check of the inputs.
     if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():
         return
     from dvc.repo import Repo
@@ -118,7 +114,7 @@ def check_current(*pages: str) -> None:
 
 
 def common(lab: Lab) -> dict[str, Any]:
-    """Returns the variables that the templates of all pages share. Studies add further variables."""
+    """Returns the variables that the templates of all pages share."""
     trained = table_2.read_records(lab)
     rows = table_2.rows(lab)
     content: dict[str, Any] = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
@@ -135,9 +131,9 @@ def common(lab: Lab) -> dict[str, Any]:
 def write_figure(
     path: Path, of_page: str, sources: list[str], lab: Lab, draw: Callable[[], Figure | None], *, png: bool = False
 ) -> None:
-    """Writes a figure for wide screens and a copy for narrow screens. If `png` is true, also writes a PNG.
+    """Writes a figure for wide screens and for narrow ones, and as PNG if wanted. Writes nothing if `draw` returns None.
 
-    Calls `draw` only if the inputs have changed. Writes nothing if `draw` returns None.
+    Calls `draw` only if an input has changed.
     """
 
     def files_of() -> dict[str, str]:
@@ -158,7 +154,7 @@ def write_figure(
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
     """Writes a study's figures. Returns the study's numbers, or {} if the study is not measured yet.
 
-    Table 2's runs were trained with the code of `commits`. Figures that show these runs cite the commits.
+    A figure of Table 2's runs cites `commits`, the code that trained the runs.
     """
     one = studies.get(name)
     settings = studies.settings(name)
@@ -178,7 +174,7 @@ def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> d
 
 
 def sources_of(name: str) -> list[str]:
-    """The sources of a study's figures: measured tables, the commit that measured them, and the folder of its runs."""
+    """Returns the sources of a study's figures, or [] if the study only reads Table 2's runs."""
     one, folder, sources = studies.get(name), study.STUDIES / name, []
     if one.measure:
         record = records.read_record(folder, Record, f"python -m pipeline study {name}")
@@ -215,7 +211,7 @@ def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
 
 
 def curves(lab: Lab) -> dict[str, dict[str, list]]:
-    """The points of Figure 1, [epoch, median loss], by curve and model."""
+    """Returns the points of Figure 1, [epoch, median loss], by curve and model."""
     points: dict[str, dict[str, list]] = {curve: {} for curve in figures.PANELS}
     for variant, own in lab.tables["histories"].groupby("variant", sort=False):
         medians = own.groupby("epoch")[list(figures.PANELS)].median().dropna()

@@ -1,4 +1,4 @@
-"""Draws Figure 1, and saves figures as files or inlines them in pages, for wide and narrow screens."""
+"""Draws Figure 1, saves figures as files, and inlines figures in pages."""
 
 import contextlib
 import io
@@ -20,13 +20,12 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# A superscript is shifted up by dy. An invisible letter after the superscript shifts the text back to the baseline. We do
-# not use the attribute baseline-shift, because not every browser supports it.
+# An invisible letter shifts the text after a superscript back to the baseline. Not every browser supports baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
-CACHE = Path(".checkpoints/figures")  # cache of drawn figures
+CACHE = Path(".checkpoints/figures")
 RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
-NARROW_INCHES = 3.6, 2.8  # for phones: width of a figure, and maximum height of a panel
+NARROW_INCHES = 3.6, 2.8  # width of a figure for phones, and maximum height of a panel
 INVISIBLE = re.compile(  # parts of matplotlib's SVG that a page does not need
     r"<metadata>.*?</metadata>|<!--.*?-->|<defs/>| id=\"(?:line2d|text|patch|[xy]tick|matplotlib\.axis)_\d+\"|\n\s*(?=<)"
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
@@ -36,12 +35,12 @@ DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</
 
 
 def style():
-    """Returns a context for drawing and saving. It applies matplotlib's defaults and STYLE, and ignores matplotlibrc."""
+    """Returns a context for drawing and saving, which applies STYLE and ignores the user's matplotlibrc."""
     return matplotlib.style.context(["default", STYLE])
 
 
 def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
-    """Draws Figure 1 with logarithmic losses. Each model has a thin line per seed and a thick line for the median."""
+    """Draws Figure 1, with a thin line for each seed of a model and a thick line for the median."""
     with style():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
@@ -65,7 +64,7 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
 
 
 def for_narrow(figure: Figure) -> Figure:
-    """Rearranges a figure for a narrow screen: stacks its panels, each with tick labels."""
+    """Rearranges a figure in place for a narrow screen, with its panels stacked."""
     panels, height = figure.axes, min(figure.get_figheight(), NARROW_INCHES[1])
     if len(panels) > 1:
         grid = figure.add_gridspec(len(panels), 1)
@@ -85,10 +84,10 @@ def for_narrow(figure: Figure) -> Figure:
 
 
 def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
-    """The figure as SVG, with superscripts and subscripts, and its sources as metadata. Equal figures give equal bytes."""
+    """Returns a figure as SVG, with the sources as metadata. Equal figures give equal bytes."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
     text = _save(figure, "svg", metadata).decode()
-    # matplotlib names clips and markers by digests of coordinates, whose last bits vary. We number the names instead.
+    # matplotlib names clips and markers by digests of coordinates, whose last bits vary. Numbers replace the names.
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
@@ -96,12 +95,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
 
 
 def cached(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """Returns the files of a figure: from the cache if the figure's inputs have not changed, otherwise from `draw()`.
-
-    Args:
-        place: name of the figure in the cache.
-        made_of: digest of everything that the figure depends on.
-    """
+    """Returns the files of a figure: from the cache if `made_of`, a digest of the inputs, is unchanged, else from `draw`."""
     path = CACHE / f"{place}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # the file is absent or damaged
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -113,19 +107,17 @@ def cached(place: str, made_of: str, draw: Callable[[], dict[str, str]]) -> dict
 
 
 def inputs() -> str:
-    """A digest of everything that figures depend on: code, parameters, versions of libraries, tables, and the JSON files of
-    runs and measurements, which include digests of their tables."""
+    """Returns a digest of everything that figures depend on."""
     paths = [Path("params.yaml"), *sorted(Path("paper_outputs/tables").glob("*.csv"))]
     for folder in ("osa", "pipeline"):
         paths += sorted([*(files.ROOT / folder).rglob("*.py"), *(files.ROOT / folder).rglob("*.yaml")])
     for folder in RESULTS:
-        paths += sorted(Path("paper_outputs", folder).rglob("*.json"))
+        paths += sorted(Path("paper_outputs", folder).rglob("*.json"))  # include digests of the tables
     versions = {name: version(name) for name in LIBRARIES}
     return files.json_digest([{str(path): files.sha256(path) for path in paths}, versions])
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG, at 200 dpi."""
     return _save(figure, "png", {"Software": None})
 
 
@@ -137,10 +129,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """Rewrites the path of a polyline in an SVG with relative steps, rounded to tenths of a point.
-
-    The new path has half the bytes. A path that is not a polyline is returned unchanged.
-    """
+    """Halves the bytes of an SVG's polyline: writes relative steps, rounded to tenths of a point. Keeps other paths."""
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]
@@ -150,7 +139,7 @@ def relative(path: str) -> str:
 
 
 def inline(svg_text: str, name: str, kind: str = "") -> str:
-    """An <svg> element for a page, with the CSS class `kind`, the page's colours, and ids prefixed by `name`."""
+    """Returns an <svg> element for a page, with the CSS class `kind`, the page's colours, and ids prefixed by `name`."""
     element = INVISIBLE.sub("", svg_text[svg_text.index("<svg") :])
     element = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", element)
     element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)

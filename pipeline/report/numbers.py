@@ -1,5 +1,4 @@
-"""Formats numbers and formulas as text. Only this module decides on digits, signs, powers of ten, superscripts, subscripts,
-and the sign for a missing number."""
+"""Formats numbers and formulas as text. A missing number becomes a dash."""
 
 import math
 import re
@@ -23,7 +22,7 @@ NOTATION = re.compile(
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷, ∞. A missing number becomes –."""
+    """Formats a number with three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷, ∞."""
     if value is None or math.isnan(value):
         return ABSENT
     if math.isinf(value):
@@ -56,7 +55,7 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
 
 
 def fixed(value: float, digits: int) -> str:
-    """Formats `rounded(value)` with `digits` decimals and − as minus sign. A missing number becomes a dash."""
+    """Formats `rounded(value)` with `digits` decimals, and − as minus sign."""
     return ABSENT if pd.isna(value) else f"{rounded(value):z.{digits}f}".replace("-", "−")
 
 
@@ -76,17 +75,13 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
-    """Formats mean and standard deviation: 96.90 ± 0.73. Gives the mean alone if the deviation is missing."""
+    """Formats mean and standard deviation: 96.90 ± 0.73. Formats the mean alone if the deviation is missing."""
     mean, std = summary["mean"], summary["std"]
     return fixed(mean, digits) if pd.isna(std) else f"{fixed(mean, digits)} ± {fixed(std, digits)}"
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """Formats an interval from `low` to `high`: 96.1 to 97.5.
-
-    If one end is missing, it is shown as infinite, because JSON cannot store infinity. If both ends are missing, the result
-    is a dash.
-    """
+    """Formats an interval: 96.1 to 97.5. A single missing end becomes infinite, since JSON cannot store infinity."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT
@@ -99,7 +94,7 @@ def times(ratio: float, digits: int = 2) -> str:
 
 
 def words(count: int) -> str:
-    """Formats a whole number, in words from zero to twelve, and in digits above."""
+    """Formats a whole number: in words from zero to twelve, and in digits above."""
     return SMALL[int(count)] if 0 <= count < len(SMALL) else grouped(count)
 
 
@@ -110,7 +105,7 @@ def span(counts: Iterable[int]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Lists whole numbers in order, and consecutive numbers as a range: 0 to 4 and 7."""
+    """Lists whole numbers, with ranges for consecutive numbers: 0 to 4 and 7."""
     groups: list[list[int]] = []
     for value in sorted(numbers):
         if groups and value == groups[-1][-1] + 1:

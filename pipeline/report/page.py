@@ -20,7 +20,7 @@ from pipeline.report import numbers
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Maps a word to the CSS class and the mark of its badge. All other words have the class "open" and the mark "?".
+# Word → CSS class and mark of the word's badge
 MARKS = {
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
@@ -30,7 +30,7 @@ SPECIAL = re.compile(r"([\\`*_\[\]|~])")  # characters with a meaning in Markdow
 
 
 def to_json(value: Any) -> Any:
-    """Converts a value to the types of JSON, and a float x to `rounded(x)`. NaN and infinities become None."""
+    """Converts a value to the types of JSON. Rounds floats. NaN and infinities become None."""
     if isinstance(value, Verdict):
         return to_json(asdict(value) | {"here": value.here, "bound": value.bound})
     if is_dataclass(value) and not isinstance(value, type):
@@ -47,7 +47,7 @@ def to_json(value: Any) -> Any:
 
 
 def template_environment(label: Callable[[str], str]) -> jinja2.Environment:
-    """Creates the Jinja environment of the templates, with our filters and with autoescape."""
+    """Returns the Jinja environment of the templates. `label` maps a variant to its label."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -84,7 +84,6 @@ def badge(word: str) -> Markup:
 
 
 def verdict_badge(value: Mapping[str, Any], word: str = "word") -> Markup:
-    """Formats the word of a verdict as a badge."""
     return badge(value[word])
 
 
@@ -103,8 +102,8 @@ def _markdown() -> MarkdownIt:
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
     """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to a colon).
 
-    A paragraph with only an image becomes a figure. `drawings` maps the path of the image to inline SVG. `source` maps the
-    path to a line that links to data and code. Wide tables scroll, and lines do not break within 96.7 ± 0.5 or 3 × 10⁻⁴.
+    A paragraph with only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps the
+    path to a line below the figure.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):

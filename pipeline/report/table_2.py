@@ -1,4 +1,4 @@
-"""Computes the numbers of Table 2, and the cost and provenance of its runs. Studies compute all other numbers of a page."""
+"""Computes the numbers of Table 2, and the cost and provenance of its runs."""
 
 import itertools
 import math
@@ -32,11 +32,7 @@ PROPERTIES = ("device_name", "python", "torch", "num_threads", "data_sha256", "n
 
 
 def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
-    """The records of Table 2's runs, by variant and seed.
-
-    Raises:
-        UserError: a table is missing, or a run or a table does not match params.yaml.
-    """
+    """Returns the records of Table 2's runs. Raises UserError if a run or the table of runs does not match params.yaml."""
     if "runs" not in lab.tables:
         raise UserError(f"{TABLES / 'runs.csv'} is missing: run `dvc repro tables`.")
     listed = lab.tables["runs"]
@@ -52,19 +48,18 @@ def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
 
 
 def rows(lab: Lab) -> list[dict[str, Any]]:
-    """Returns a row for each model of Table 2. Accuracies are in per cent.
+    """Returns a dictionary for each model of Table 2. Accuracies are in per cent.
 
-    paper             the paper's test accuracy; None if the paper gives none
+    paper             test accuracy in the paper, or None
     ours              statistics of our test accuracies, over the runs that start
     accuracies        test accuracies of the runs that start
-    runs              number of runs that are not missing
+    runs              number of runs
     starts_at_least   one-sided 95 % lower bound on the share of runs that start
     others            test accuracies of the runs that do not start
     difference        our mean test accuracy minus the paper's
-    one_more_run      prediction interval of one more run; NaN if fewer than three runs start
-    is_within         True if the paper's accuracy lies inside this interval; None if one of the two is unknown
-
-    The keys finished, diverged and missing give the number of runs with this status.
+    one_more_run      prediction interval of one more run; NaN if fewer than LEAST_RUNS runs start
+    is_within         whether the paper's accuracy lies inside this interval; None if unknown
+    finished, diverged, missing    number of runs with this status
     """
     tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
     results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
@@ -92,17 +87,17 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """The probability that one more run exceeds `level`, if runs are normally distributed; NaN for a single value."""
+    """Returns the probability that one more run exceeds `level`, if runs are normally distributed. NaN for one value."""
     estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error for one more run
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares the paper's accuracies with ours.
+    """Compares the paper's accuracies with ours, over the models whose `is_within` is known.
 
-    models   number of models with an accuracy in the paper and a prediction interval
-    inside   number of these models whose accuracy in the paper lies inside our prediction interval
-    below    number of these models whose mean accuracy here lies below the paper's
+    models   number of models
+    inside   number of models whose accuracy in the paper lies inside our prediction interval
+    below    number of models whose mean accuracy here lies below the paper's
     p        two-sided p-value, by Stouffer's method, of the hypothesis that each of the paper's accuracies is one more run
     widest   width of the widest prediction interval
     """
@@ -120,7 +115,7 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
-    """Converts the rows of Table 2 to a table for a CSV file, in per cent and percentage points."""
+    """Returns Table 2 in per cent and percentage points."""
     listed = []
     for row in rows:
         ours, difference = row["ours"], row["difference"]
@@ -142,8 +137,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
     """Returns the cost of Table 2's runs.
 
     parameters   minimum and maximum number of parameters of a model
-    machines     a row for each kind of machine: the name of the machine, the seeds trained on it, and the minutes of the
-                 shortest run (`least`) and of the longest run (`most`)
+    machines     for each kind of machine, its seeds, and the minutes of its shortest run (`least`) and longest run (`most`)
     """
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
@@ -175,7 +169,7 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
 
 
 def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """Summarises the provenance of Table 2's runs: counts the runs with each value of each property."""
+    """Summarises the provenance of Table 2's runs. Counts the runs with each value of each property."""
     listed = list(records.values())
     counts: dict[str, Counter[str]] = {key: Counter() for key in PROPERTIES}
     for record in listed:

@@ -1,22 +1,19 @@
-"""Records a training step as a CUDA graph and replays it. A replay launches hundreds of small kernels at once."""
+"""Records a training step as a CUDA graph. A replay of the graph launches hundreds of small kernels at once."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-# Number of steps before the recording. In these steps, libraries choose their kernels and allocate memory.
-WARM_UP = 3
+WARM_UP = 3  # steps before the recording, in which libraries choose kernels and allocate memory
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class GraphedStep:
-    """Replays `step(images, labels)` for batches of one size. The constructor compares a replay with the step itself.
+    """Replays `step(images, labels)` for batches of one size. A call overwrites the outputs of the last call.
 
-    A graph always uses the same memory addresses. A call therefore copies the batch into the tensors `images` and `labels`
-    of this object, and overwrites the outputs of the last call. Recording changes the model and the optimisers. The
-    constructor undoes these changes in place, even if the recording fails.
+    The constructor records the step, compares a replay with the step itself, and restores the model and the optimisers.
 
     Raises:
         RuntimeError: the step cannot be recorded, or a replay differs from the step.
@@ -50,9 +47,9 @@ def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], No
     """Records the kernels that `function` launches.
 
     Returns:
-        The pair (replay, outputs). The function `replay` launches the kernels again and overwrites the tensors `outputs`.
+        The pair (replay, outputs). `replay()` launches the kernels again and overwrites the tensors `outputs`.
     """
-    # Warm-up and recording use the same stream, since libraries initialise themselves once per stream.
+    # Warm-up and recording share a stream, since libraries initialise themselves once per stream.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

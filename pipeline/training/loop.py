@@ -1,7 +1,4 @@
-"""Trains a model: builds it, draws batches, takes steps, and computes the points of Figure 1.
-
-An `Observer` shows the progress and writes the record and the checkpoints, none of which can affect the results.
-"""
+"""Trains a model, and computes the points of Figure 1."""
 
 import hashlib
 import math
@@ -25,28 +22,27 @@ from pipeline.data import idx
 from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.cuda_graph import GraphedStep
 
-PERTURBATION = 1e-6  # relative size of random changes of weights, about ten times float32's rounding error
-# Number of images per batch of an evaluation: 100 fit into a CPU's cache, and 2000 save kernel launches on a GPU
+PERTURBATION = 1e-6  # relative change of a weight, about ten times float32's rounding error
+# Images per batch of an evaluation: 100 fit into a CPU's cache, and 2000 save kernel launches on a GPU
 EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 
 
 def configure_torch() -> None:
-    """Configures torch so that a seed gives the same bits in every run on one machine, and large CPU tensors use huge pages.
+    """Makes a seed give the same bits in every run on one machine, and gives large CPU tensors huge pages, which save time.
 
-    Huge pages save time and change no result. Set the environment variable THP_MEM_ALLOC_ENABLE=0 to do without. Torch reads
-    this variable when it first allocates memory. Therefore call this function before any other function of torch.
+    Call this function before any other of torch: torch reads THP_MEM_ALLOC_ENABLE at the first allocation of memory.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     torch.use_deterministic_algorithms(True)
-    # Filling new tensors with NaN would only help to debug, and would cost a pass over memory.
+    # Filling new tensors with NaN would cost a pass over memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     torch.set_float32_matmul_precision("highest")
 
 
 def random_stream(seed: int, name: str) -> Generator:
-    """Returns a random generator for the purpose `name`. Generators for different purposes are independent."""
+    """Returns a random generator for a purpose. Generators for different purposes are independent."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -54,8 +50,7 @@ def random_stream(seed: int, name: str) -> Generator:
 def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
     """Builds the configured model on the CPU, so that every device starts from the same weights.
 
-    If `train.perturbation` is not 0, each weight is multiplied by 1 + PERTURBATION · z. The numbers z ~ N(0, 1) come from a
-    separate random stream.
+    If `train.perturbation` is not 0, each weight is multiplied by 1 + PERTURBATION · z, with z ~ N(0, 1).
 
     Raises:
         UserError: the model cannot be built.
@@ -76,20 +71,15 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Creates the optimisers: AdamW, and Muon too if `train.optimizer` is "muon".
+    """Creates AdamW, and for the blocks' weight matrices Muon if `train.optimizer` is "muon".
 
-    Muon then updates the weight matrices of the blocks. AdamW updates the embeddings, the head, biases, norms and alpha.
-    Muon's update is scaled to a root mean square of 0.2 times the learning rate, which is typical of AdamW's update (Liu et
-    al. 2025, "Muon is scalable for LLM training", Section 2.2). The two optimisers can therefore share one learning rate and
-    weight decay.
-
-    If `train.decay_all` is true, weight decay applies to every parameter. Otherwise weight decay applies only to matrices.
-    The parameters of a parametrisation have no weight decay, which would pull an orthogonal weight to its initial value.
+    Both optimisers use one learning rate and one weight decay, since the root mean square of Muon's update is scaled to
+    AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", Section 2.2).
     """
     train = config.train
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        if ".parametrizations." in name:
+        if ".parametrizations." in name:  # decay would pull an orthogonal weight to its initial value
             return False
         return train.decay_all or parameter.ndim == 2
 
@@ -122,8 +112,8 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 def rate_factor(train: Train, step: int, steps: int) -> float:
     """Returns the factor by which the schedule multiplies the learning rate at `step`, 1 ≤ `step` ≤ `steps`.
 
-    The factor rises linearly to 1 at step `warmup_steps`. After this step, it stays 1 if `train.schedule` is "constant".
-    Otherwise it falls to 0 at the last step, along half a period of a cosine.
+    The factor rises linearly to 1 at step `warmup_steps`. After this step, the factor stays 1, or falls to 0 at the last
+    step along half a period of a cosine.
     """
     if step <= train.warmup_steps:
         return step / train.warmup_steps
@@ -147,7 +137,7 @@ def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor
 
 @dataclass
 class Progress:
-    """The progress of a training: steps and epochs so far, and the points of its curves."""
+    """The progress of a training. `history` holds the points of the curves."""
 
     step: int = 0
     epoch: int = 0
@@ -171,8 +161,7 @@ class Observer:
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
     """Loads the data of a training.
 
-    If `train.held_out` is above 0, this number of random training images replaces the test images. A search for parameters
-    then never sees the test set. The choice of images is the same for every seed.
+    `train.held_out` random training images, the same for every seed, replace the test images in a search for parameters.
     """
     data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
@@ -239,27 +228,21 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Evaluates the model on the test set, and adds a point of Figure 1.
-
-        Args:
-            train: mean train loss and train accuracy since the last point.
-        """
+        """Evaluates the model on the test set, and adds a point. `train` is the mean train loss and train accuracy."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
 
     def batches(self, epoch: int, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the images and labels of each step of an epoch. Skips the first `done` steps."""
+        """Yields the images and labels of each step of an epoch, after the first `done` steps."""
         order = self.sampler.order(self.seed, epoch).to(self.device)
         for batch in order.split(self.config.train.batch_size)[done : self.sampler.steps]:
             yield self.data.train_images[batch], self.data.train_labels[batch]
 
     def step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes a training step.
+        """Takes a training step. Returns the loss and the number of correct predictions before the update.
 
-        Returns:
-            The loss and the number of correct predictions before the update, as two tensors on the device. With a CUDA
-            graph, the next step overwrites these tensors.
+        With a CUDA graph, the next step overwrites the two returned tensors.
         """
         self.progress.step += 1
         if self.rate_factor is not None:
@@ -280,11 +263,7 @@ class Training:
             print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
 
     def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes a training step without a graph. Minimises the sum of cross-entropy and penalty.
-
-        Returns:
-            The cross-entropy without the penalty, and the number of correct predictions.
-        """
+        """Takes a training step without a graph. Returns the cross-entropy and the number of correct predictions."""
         variant = self.config.variant
         if variant.penalty and variant.penalty_weight is not None:
             logits, penalty = with_penalty(self.model, images, variant.penalty)
@@ -305,9 +284,8 @@ class Training:
     def _scheduled(self) -> Iterator[None]:
         """Multiplies the change of every parameter inside the context by the schedule's factor.
 
-        The result is the same as with a scaled learning rate, since the updates of AdamW and Muon, including weight decay,
-        are proportional to the learning rate. The learning rate itself cannot be scaled, because torch's Muon accepts only a
-        float, which a CUDA graph would record as a constant.
+        The updates of AdamW and Muon are proportional to the learning rate. The rate itself cannot be scaled: torch's Muon
+        accepts only a float, which a CUDA graph would record as a constant.
         """
         if self.rate_factor is None:
             yield
@@ -333,10 +311,7 @@ class Batches:
         self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """Returns the order of the images in an epoch, a permutation of their indices.
-
-        The order depends only on the seed and the epoch. A resumed training therefore needs no saved generator.
-        """
+        """Returns the order of the images, which depends only on seed and epoch: a checkpoint needs no generator."""
         return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
 
 

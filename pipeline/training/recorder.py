@@ -1,4 +1,4 @@
-"""Trains a run and writes its files: record, curves, weights, and a checkpoint at every point of the curves."""
+"""Trains a run, and writes its record, curves, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
-FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders of a run's old settings are deleted
+FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders of old settings are deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
-# Phases of a run. If a run was resumed, the time of a phase is the sum over all processes of the run.
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")
 # Errors that reading a damaged checkpoint can raise
 NOT_A_CHECKPOINT = (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, pickle.UnpicklingError)
@@ -46,7 +45,7 @@ def train(
     """Trains a run and writes its files. Resumes an interrupted run. Uses CUDA if available.
 
     Args:
-        watch: a function that is called at every point of the curves. It returns rows of watched.csv.
+        watch: called at every point of the curves; returns rows of watched.csv.
         eager: do not use a CUDA graph.
         seconds_before: seconds that the process has spent on imports.
 
@@ -74,10 +73,9 @@ class Times:
 
     started_at: str = field(default_factory=provenance.now)
     timestamps: list[int] = field(default_factory=list)  # Unix milliseconds of each point of the curves
-    seconds: float = 0.0
+    seconds: float = 0.0  # without the phase "start"
     training_seconds: float = 0.0  # without the evaluations
-    # Seconds of each phase. The field `seconds` excludes the phase "start".
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # seconds
     images: int = 0
     commits: list[str | None] = field(default_factory=list)  # commit of each process that trained the run
     dirty: bool | None = None  # True if any process ran code with uncommitted changes
@@ -85,20 +83,13 @@ class Times:
 
 
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """Returns a digest of configuration, seed, data, `osa.NUMERICS`, device, number of threads and version of torch.
-
-    A training resumes only from a checkpoint with the same digest.
-    """
+    """Returns a digest of all that determines the bits of a training, which resumes only from a checkpoint with this key."""
     machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
     return files.json_digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 class Recorder(Observer):
-    """Writes the files of a training.
-
-    At every point of the curves, the recorder writes curves, record and checkpoint to the scratch folder, where other
-    processes read the progress. At the end, the recorder writes the files of `Run.files` and the final record.
-    """
+    """Writes the files of a training: to a scratch folder at every point of the curves, and to `Run.files` at the end."""
 
     bar: tqdm  # set by `restore`
 
@@ -113,17 +104,12 @@ class Recorder(Observer):
         self._add_commit()
 
     def _add_commit(self) -> None:
-        """Appends this process's commit to the commits of earlier, interrupted processes."""
         commit = provenance.describe_commit()
         self.times.commits.append(commit["git_commit"])
         self.times.dirty = self.times.dirty or commit["git_dirty"]
 
     def restore(self) -> None:
-        """Resumes the training from its checkpoint, if there is one.
-
-        Raises:
-            UserError: the checkpoint cannot be read, or is damaged.
-        """
+        """Resumes the training from its checkpoint, if any. Raises UserError if the checkpoint is damaged."""
         path = self.scratch / "checkpoint.pt"
         if path.exists():
             try:
@@ -169,7 +155,7 @@ class Recorder(Observer):
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
             for seen in self.watch(self.training):
-                # The checkpoint holds these rows, and torch.load with weights_only refuses NumPy scalars.
+                # A checkpoint holds the rows, and torch.load with weights_only refuses NumPy scalars.
                 own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
                 self.times.watched.append({"epoch": row["epoch"]} | own)
         self._spent_on("evaluation")
@@ -185,10 +171,7 @@ class Recorder(Observer):
         self.times.seconds = self._before + time.perf_counter() - self._start
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json.
-
-        It holds the last point of the curves (not the best), numbers of steps and parameters, and whether the run diverged.
-        """
+        """Returns the content of metrics.json, with the last point of the curves, not the best."""
         progress = self.training.progress
         last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
         return last | {
@@ -199,7 +182,6 @@ class Recorder(Observer):
         }
 
     def description(self, status: Status, **digests: Any) -> RunRecord:
-        """Returns the record of the run: configuration, machine, times and digests."""
         times = self.times
         return RunRecord(
             folder=records.place(self.run.folder),
@@ -225,12 +207,10 @@ class Recorder(Observer):
         )
 
     def write_outputs(self) -> RunRecord:
-        """Writes weights, history, metrics and record, and returns the record.
-
-        The record is removed first and written last, so that readers never find a mixture of old and new files.
-        """
+        """Writes weights, history, metrics and record, and returns the record."""
         self._clock()
         paths, progress = self.run.files, self.training.progress
+        # The record is removed first and written last, so that readers never find a mixture of old and new files.
         (self.run.folder / RECORD).unlink(missing_ok=True)
         state = {name: tensor.cpu().contiguous() for name, tensor in self.training.model.state_dict().items()}
         files.write_bytes(paths["weights"], safetensors.torch.save(state))
@@ -250,24 +230,21 @@ class Recorder(Observer):
         return record
 
     def clear(self) -> None:
-        """Removes this training's scratch folder, and old scratch folders of the same run with other settings."""
+        """Removes the scratch folder, and old scratch folders of the same run with other settings."""
         for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
             if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_checkpoint(path: Path, training: Training, times: Times) -> None:
-    """Writes a checkpoint with the model, the optimisers, the progress and the times.
-
-    The file begins with the SHA-256 of the bytes that follow, since torch.load verifies no checksum.
-    """
+    """Writes a checkpoint. The file begins with a SHA-256 of the rest, since torch.load verifies no checksum."""
     state = {
         "model": training.model.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in training.optimizers],
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
-    # Given a path, torch.save would also store the name of the file. With a buffer, the bytes depend only on the state.
+    # Given a path in place of a buffer, torch.save would also store the name of the file.
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
@@ -289,7 +266,7 @@ def restore_checkpoint(path: Path, training: Training) -> Times:
 
 
 def history_csv(history: list[dict[str, float]]) -> str:
-    """Returns the points as CSV, one point per line. A number that is not finite becomes an empty field."""
+    """Returns the points of the curves as CSV. A number that is not finite becomes an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HISTORY_COLUMNS)

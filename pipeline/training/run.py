@@ -5,14 +5,8 @@
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
-STUDY is one of these:
-
-    table_2           the runs of Table 2
-    tries             the user's experiments, which git does not track
-    name of a study   the runs of this study
-
-record.json identifies the run and holds the digest of each file. Every reader of a run first calls `Run.record`, which
-verifies the identity and the digests.
+STUDY is table_2, the name of a study, or tries: the user's experiments, which git does not track. Every reader of a run
+first calls `Run.record`, which verifies the files.
 """
 
 from __future__ import annotations
@@ -39,9 +33,8 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
-# Older values of osa.NUMERICS whose runs remain valid. Value 2 made two changes. The method "exact" no longer
-# balances the same heads, which changes only the last digits. The method "newton_schulz" iterates in float64 at norms that
-# only a failing initialisation reaches.
+# Older values of osa.NUMERICS whose runs remain valid: value 2 changed only the last digits of the method "exact", and the
+# method "newton_schulz" at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
@@ -97,7 +90,7 @@ class Run:
 
     @property
     def scratch(self) -> Path:
-        """The folder of the run while it trains. `Recorder` appends a key to the name of this folder."""
+        """The folder of the run while it trains. `Recorder` appends a key to the folder's name."""
         return SCRATCH / self.study / self.name / str(self.seed)
 
     @property
@@ -118,7 +111,7 @@ class Run:
     def record(self) -> RunRecord | None:
         """Reads the run's record and verifies the files of the run. Returns None if no training of the run has ended.
 
-        The weights are verified only if their file exists, since a clone may lack the file.
+        The file of the weights may be absent, as in a clone.
 
         Raises:
             UserError: the record is damaged or belongs to another run, or a file does not match its digest.
@@ -132,13 +125,13 @@ class Run:
         return record
 
     def ended_record(self) -> RunRecord:
-        """Returns the run's record, as `record` does. Raises UserError also if no training of the run has ended."""
+        """Returns the same as `record`, but raises UserError if no training of the run has ended."""
         if (record := self.record()) is None:
             raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
         return record
 
     def is_current(self, config: RunConfig) -> bool:
-        """Returns whether the run is complete, and its record matches this configuration."""
+        """Returns whether the run is complete and has this configuration."""
         try:
             record = self.record()
         except UserError:
@@ -146,7 +139,7 @@ class Run:
         return record is not None and matches(record, config)
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json: the last point of the curves, and whether the run diverged."""
+        """Returns the last point of the curves, and whether the run diverged."""
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:

@@ -19,6 +19,7 @@ from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import tries
 from pipeline.training.loop import build_model
+from tests.pipeline import synthetic
 
 PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 README = PAGES[ROOT / "README.md"]
@@ -118,7 +119,7 @@ def test_models_to_add_are_legal(block, tmp_path):
     old, new = set(raw["variants"]), set(changes["variants"])
     assert not old & new
     assert set(changes["run"]["variants"]) == set(raw["run"]["variants"]) | new
-    settings = load(params.deep_merge(raw, changes), tmp_path)
+    settings = load(synthetic.deep_merge(raw, changes), tmp_path)
     for name in new:
         config = params.resolve(settings, name)
         model = build_model(config, 0)

@@ -184,12 +184,14 @@ def options(
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
+        if option.name in absent:
+            continue
         has_default = option.default is not dataclasses.MISSING
+        is_optional = has_default if optional is None else option.name in optional
         bounds = {BOUNDS[name]: bound for name, bound in option.metadata.items() if name in BOUNDS}
         bounds |= limits.get(option.name, {})
-        if option.name not in absent:
-            may_lack, kind = has_default if optional is None else option.name in optional, FIELD_TYPES[option.name]
-            keys[option.name] = (kind | None, Field(None, **bounds)) if may_lack else (kind, Field(..., **bounds))
+        kind = FIELD_TYPES[option.name]
+        keys[option.name] = (kind | None, Field(None, **bounds)) if is_optional else (kind, Field(..., **bounds))
     return create_model(group.__name__, __base__=Section, **keys)
 
 
@@ -299,8 +301,10 @@ class RunConfig(Shared):
 
     @model_validator(mode="after")
     def _model_fits(self):
-        is_absent = self.data.source == USER_FOLDER  # the images may not be fetched yet
-        _ = self._options_for(ImageFormat(1, self.model.patch_size, 0)) if is_absent else self.options
+        if self.data.source == USER_FOLDER:  # the images may not be fetched yet
+            self._options_for(ImageFormat(1, self.model.patch_size, 0))
+        else:
+            self._options_for(self.data.images)
         return self
 
     @functools.cached_property
@@ -386,13 +390,8 @@ def with_library(raw: Any) -> Any:
     if not isinstance(raw, dict):
         return raw  # `validate` then reports the wrong type
     raw = {"labels": {}} | raw
-    library = {"variants": MODELS, "labels": _labels()}
+    library = {"variants": MODELS, "labels": read_yaml(ROOT / "pipeline/paper.yaml")["labels"]}
     return raw | {key: known | raw[key] for key, known in library.items() if isinstance(raw.get(key), dict)}
-
-
-@functools.cache
-def _labels() -> dict[str, str]:
-    return read_yaml(ROOT / "pipeline/paper.yaml")["labels"]
 
 
 def load_paper() -> Paper:
@@ -490,13 +489,6 @@ def run_name(variant: str, overrides: Overrides | None = None) -> str:
     """The name of a run's folder within its study: vit, or vit+init.head=zeros with an override."""
     changes = [f"{key}={as_yaml(value)}" for key, value in leaves(overrides or {}).items()]
     return "".join("+".join([variant, *sorted(changes)]).replace("/", "_").split())
-
-
-def deep_merge(values: Any, changes: Any) -> Any:
-    """Merges `changes` into `values` recursively. `changes` takes precedence."""
-    if isinstance(values, dict) and isinstance(changes, dict):
-        return values | {key: deep_merge(values.get(key), change) for key, change in changes.items()}
-    return changes
 
 
 def as_yaml(value: Any) -> str:

@@ -47,7 +47,9 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
 def hint(name: object, known: Collection[str]) -> str:
     """Returns "; did you mean 'vit'?" if a known name is similar to the unknown `name`, else a list of all known names."""
     close = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}" if known else ""
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
 
 
 def ended(sentence: str) -> str:

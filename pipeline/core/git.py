@@ -29,8 +29,10 @@ def run(*arguments: str, folder: Path | None = None, given: list[str] | None = N
     for name, value in SETTINGS.items():
         command += ["-c", f"{name}={value}"]
     stdin = b"".join(os.fsencode(item) + b"\0" for item in given or [])
+    # GIT_DIR and similar variables may point to another repository. GIT_CONFIG_* locate the user's configuration.
+    kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     try:
-        done = subprocess.run([*command, *arguments], cwd=folder, env=environment(), input=stdin, capture_output=True)
+        done = subprocess.run([*command, *arguments], cwd=folder, env=kept | FORM, input=stdin, capture_output=True)
     except OSError as error:
         raise UserError(f"git cannot be run ({error.strerror}): install it.") from None
     if done.returncode:
@@ -44,13 +46,3 @@ def ask(*arguments: str, folder: Path | None = None) -> str | None:
         return run(*arguments, folder=folder).strip()
     except UserError:
         return None
-
-
-def environment() -> dict[str, str]:
-    """Returns the environment variables for git.
-
-    GIT_DIR and similar variables, which may point to another repository, are left out. GIT_CONFIG_* variables, which
-    locate the user's configuration, are kept.
-    """
-    kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
-    return kept | FORM

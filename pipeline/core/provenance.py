@@ -35,17 +35,16 @@ def describe_environment(device: torch.device) -> dict:
 
 def machine(environment: dict) -> str:
     """Labels a machine: "AMD EPYC, 2 threads" for a CPU, the name alone for a GPU."""
-    if environment["device"] == "cuda":
-        return environment["device_name"]
-    threads = environment["num_threads"]
-    return f"{environment['device_name']}, {threads} {'thread' if threads == 1 else 'threads'}"
+    name, threads = environment["device_name"], environment["num_threads"]
+    if threads is None or environment["device"] == "cuda":
+        return name
+    return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def short_name(environment: dict) -> str:
     """Labels a machine briefly, as in the heading of a column: "EPYC, 1 thread"."""
-    threads = None if environment.get("device") == "cuda" else environment["num_threads"]
-    name = " ".join(word for word in environment["device_name"].replace("(R)", "").split() if word not in WORDLESS)
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}" if threads else name
+    words = environment["device_name"].replace("(R)", "").split()
+    return machine(environment | {"device_name": " ".join(word for word in words if word not in WORDLESS)})
 
 
 def describe_commit() -> dict:

@@ -30,7 +30,6 @@ FILES = {  # MNIST's files and their SHA-256; torchvision has the MD5 digests of
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
-MIRROR_VARIABLE = "OSA_{}_MIRROR"
 MEGABYTES = {"mnist": 12, "fashion_mnist": 31, "kmnist": 21, "cifar10": 170}  # sizes of the downloads
 TIMEOUT_SECONDS = 20  # maximum wait for the next byte
 LARGEST_BYTES = 2**28  # maximum size of a download; CIFAR-10 has 2**27.3 bytes
@@ -42,17 +41,18 @@ def main(arguments: list[str] | None = None) -> None:
     sources = [*params.PUBLISHED, params.USER_FOLDER]
     parser.add_argument("source", nargs="?", choices=sources, help="default: data.source of params.yaml")
     source = parser.parse_args(arguments).source or params.load().data.source
+    folder = idx.folder(source)
     if source == params.USER_FOLDER:
         from pipeline.data import images
 
-        images.convert(params.load().data, idx.folder(source))
+        images.convert(params.load().data, folder)
     elif source == "sample":
         from pipeline.data import sample
 
-        sample.write_sample(idx.folder(source))
+        sample.write_sample(folder)
     else:
         fetch(source)
-    files.write_text(Path("paper_outputs", f"{idx.folder(source)}.txt"), f"{idx.data_digest(idx.folder(source))}\n")
+    files.write_text(Path("paper_outputs", f"{folder}.txt"), f"{idx.data_digest(folder)}\n")
 
 
 def fetch(source: str) -> None:
@@ -62,7 +62,7 @@ def fetch(source: str) -> None:
         UserError: no mirror delivered a file.
     """
     mirrors, digests = published(source)
-    variable = MIRROR_VARIABLE.format(source.upper())
+    variable = f"OSA_{source.upper()}_MIRROR"
     if first := os.environ.get(variable):
         mirrors.insert(0, first if "://" in first else files.resolve_user_path(first).resolve().as_uri())
     for name, digest in digests.items():

@@ -200,10 +200,6 @@ def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterab
         raise files.unwritable(path, error) from None
 
 
-def label_type(num_classes: int) -> np.dtype:
-    return LABEL_TYPES[num_classes > 256]
-
-
 def as_idx(array: np.ndarray) -> bytes:
     """Returns the bytes of a gzipped IDX file. The file has no timestamp, so that equal arrays give equal files."""
     header = struct.pack(f">{1 + array.ndim}I", 0x0800 + array.ndim, *array.shape)

@@ -94,7 +94,8 @@ def store_split(
     idx.write_own(out / idx.OWN_IMAGES.format(SPLITS[split]), shape, np.dtype(np.uint8), rows())
     numbers = {label: number for number, label in enumerate(classes)}
     labels = np.array([numbers[label] for _, label, _ in places])
-    idx.write_own(out / idx.OWN_LABELS.format(SPLITS[split]), labels.shape, idx.label_type(len(classes)), [labels])
+    dtype = idx.LABEL_TYPES[len(classes) > 256]
+    idx.write_own(out / idx.OWN_LABELS.format(SPLITS[split]), labels.shape, dtype, [labels])
     return digests
 
 

@@ -9,7 +9,6 @@ depends on time or chance: the same files give the same bytes.
 """
 
 import base64
-import functools
 import itertools
 import logging
 import os
@@ -117,9 +116,11 @@ def common(lab: Lab) -> dict[str, Any]:
     """Returns the variables that the templates of all pages share."""
     trained = table_2.read_records(lab)
     rows = table_2.rows(lab)
-    content: dict[str, Any] = {"table_2": rows, "against_paper": table_2.against_paper(rows)}
-    content |= {"cost": table_2.cost_of_runs(lab, trained), "compute": table_2.compute(trained)}
-    content |= {
+    content = {
+        "table_2": rows,
+        "against_paper": table_2.against_paper(rows),
+        "cost": table_2.cost_of_runs(lab, trained),
+        "compute": table_2.compute(trained),
         "provenance": table_2.made_with(trained),
         "level": LEVEL,
         "params": lab.params.model_dump(),
@@ -191,21 +192,20 @@ def commits_of(known: Iterable[str | None]) -> list[str]:
 def write_page(name: str, context: dict[str, Any], lab: Lab) -> None:
     """Renders a page as Markdown and as HTML."""
     environment = page.template_environment(lab.label)
-    environment.globals["source"] = functools.partial(table_sources, name)
+    environment.globals["source"] = partial(table_sources, name)
     markdown = re.sub(r"\n{3,}", "\n\n", environment.get_template(f"{name}.md.j2").render(context))
     markdown = markdown.replace("](figures/", f"](figures/{name}/")
     files.write_text(OUTPUTS / f"{PAGES[name]}.md", markdown)
     drawings = {}
     for path in set(re.findall(r"\]\(((?:figures/\w+/)?\w+\.svg)\)", markdown)):
         if (OUTPUTS / path).exists():
-            wide, narrow = (
-                each.read_text(encoding="utf-8") for each in (OUTPUTS / path, NARROW_FIGURES / name / Path(path).name)
-            )
+            wide = (OUTPUTS / path).read_text(encoding="utf-8")
+            narrow = (NARROW_FIGURES / name / Path(path).name).read_text(encoding="utf-8")
             stem = Path(path).stem.replace("_", "-")
             drawings[path] = figures.inline(wide, stem, "roomy") + figures.inline(narrow, f"{stem}-narrow", "narrow")
     body, sections = page.to_html(markdown, drawings, lambda path: source_line(path, name))
-    frame = {"body": Markup(body), "sections": sections, "page": name, "curves": curves(lab)}
-    frame["labels"] = {variant: lab.label(variant) for variant in lab.params.run.variants}
+    labels = {variant: lab.label(variant) for variant in lab.params.run.variants}
+    frame = {"body": Markup(body), "sections": sections, "page": name, "curves": curves(lab), "labels": labels}
     whole = environment.get_template("page.html.j2").render(context | frame)
     files.write_text(OUTPUTS / f"{PAGES[name]}.html", whole)
 
@@ -222,9 +222,10 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 def table_sources(of_page: str, *owners: str) -> Markup:
     """Returns a line that links to the numbers in a section's tables, and to the code of the studies."""
-    # theorem_2_1 becomes theorem 2.1
-    names = {owner: re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ") for owner in owners}
-    links = [f"[{name}](numbers/{of_page}/{owner}.json)" for owner, name in names.items()]
+    links = []
+    for owner in owners:
+        name = re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ")  # theorem_2_1 becomes theorem 2.1
+        links.append(f"[{name}](numbers/{of_page}/{owner}.json)")
     return Markup(f"<small>Numbers: {', '.join(links)} ([code](../{code_of(owners[0]).parent})).</small>")
 
 

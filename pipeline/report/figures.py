@@ -20,8 +20,9 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# An invisible letter shifts the text after a superscript back to the baseline. Not every browser supports baseline-shift.
+# An invisible letter shifts the text after a script back to the baseline. Not every browser supports baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
+DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 CACHE = Path(".checkpoints/figures")
 RESULTS = ("runs", "studies", "benchmarks", "evaluations")  # folders of measured results
 LIBRARIES = ("matplotlib", "numpy", "pandas", "scipy", "torch")
@@ -31,7 +32,6 @@ INVISIBLE = re.compile(  # parts of matplotlib's SVG that a page does not need
     r"|font-family: [^;]*; (?=text-anchor)| transform=\"rotate\(-0 [^\"]*\"",
     re.DOTALL,
 )
-DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 
 
 def style():
@@ -138,10 +138,10 @@ def relative(path: str) -> str:
     return f"M{x / 10:g} {y / 10:g}l{' '.join(steps)}".replace(" -", "-")
 
 
-def inline(svg_text: str, name: str, kind: str = "") -> str:
+def inline(svg_text: str, name: str, kind: str) -> str:
     """Returns an <svg> element for a page, with the CSS class `kind`, the page's colours, and ids prefixed by `name`."""
     element = INVISIBLE.sub("", svg_text[svg_text.index("<svg") :])
     element = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", element)
     element = re.sub(r"(?<=: )#[0-9a-f]{6}\b", lambda found: on_page(found[0]), element)
     element = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", element)
-    return re.sub(r' width="[^"]*" height="[^"]*"', f' class="{kind}"' if kind else "", element, count=1)
+    return re.sub(r' width="[^"]*" height="[^"]*"', f' class="{kind}"', element, count=1)

@@ -27,12 +27,12 @@ def number(value: float | None) -> str:
         return ABSENT
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    rounded = float(f"{value:.3g}") + 0.0  # no negative zero
-    if 1000 <= abs(rounded) < 1e5:
+    shown = float(f"{value:.3g}") + 0.0  # no negative zero
+    if 1000 <= abs(shown) < 1e5:
         return grouped(value)
-    if rounded == 0 or 1e-3 <= abs(rounded) < 1000:
-        return f"{rounded:g}".replace("-", "−")
-    mantissa, exponent = f"{rounded:.2e}".split("e")
+    if shown == 0 or 1e-3 <= abs(shown) < 1000:
+        return f"{shown:g}".replace("-", "−")
+    mantissa, exponent = f"{shown:.2e}".split("e")
     return f"{float(mantissa):g} × 10{str(int(exponent)).translate(SUPERSCRIPTS)}".replace("-", "−")
 
 

@@ -60,8 +60,8 @@ def template_environment(label: Callable[[str], str]) -> jinja2.Environment:
     templates.filters |= {name: getattr(numbers, name) for name in names.split()}
     templates.filters |= {
         "plain": params.as_yaml,
-        "verdict": verdict_badge,
-        "holds": holds,
+        "verdict": lambda verdict, word="word": badge(verdict[word]),
+        "holds": lambda check: badge("holds" if check["holds"] else "fails"),
         "label": lambda name: text(label(name)),
         "by": by,
     }
@@ -83,14 +83,6 @@ def badge(word: str) -> Markup:
     return Markup(f'<span class="verdict {kind}">{mark} {escape(word)}</span>')
 
 
-def verdict_badge(value: Mapping[str, Any], word: str = "word") -> Markup:
-    return badge(value[word])
-
-
-def holds(check: Mapping[str, Any]) -> Markup:
-    return badge("holds" if check["holds"] else "fails")
-
-
 @functools.cache
 def _markdown() -> MarkdownIt:
     renderer = MarkdownIt("commonmark", {"html": True, "typographer": True}).enable(["table", "smartquotes"])
@@ -110,7 +102,8 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
         if token.type == "heading_open":
             title = tokens[i + 1].content
             token.attrSet("id", anchor(title))
-            sections += [(anchor(title), re.sub(r"<[^>]+>|:.*", "", title))] if token.tag == "h2" else []
+            if token.tag == "h2":
+                sections.append((anchor(title), re.sub(r"<[^>]+>|:.*", "", title)))
         elif token.type == "inline" and (image := _only_image(token)):
             contents = "", _figure(image, drawings, source), ""  # replace <p>, the image and </p>
             tokens[i - 1 : i + 2] = [Token("html_block", "", 0, content=content) for content in contents]

@@ -22,7 +22,6 @@ from pipeline.results.tables import TABLES
 from pipeline.statistics.claims import Results
 from pipeline.statistics.intervals import LEAST_RUNS, contrast, one_more_run, summary_of
 from pipeline.statistics.verdicts import judge_share
-from pipeline.studies import Tables
 from pipeline.studies.lab import Lab
 from pipeline.training.run import Run
 
@@ -61,8 +60,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
     is_within         whether the paper's accuracy lies inside this interval; None if unknown
     finished, diverged, missing    number of runs with this status
     """
-    tables: Tables = {name: lab.tables[name] for name in ("runs", "histories") if name in lab.tables}
-    results, rows = Results(tables, guess_loss=math.log(lab.params.model.num_classes)), []
+    results, rows = Results(lab.tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
         own, starting = results.accuracies_of_starting(variant), results.starting(variant)
         accuracies = dict(zip(results.runs_of(variant)["seed"], results.accuracies(variant), strict=True))

@@ -219,7 +219,8 @@ class Training:
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
             if i in self.sampler.points:
-                train = total.take()  # waits for the device to finish the step
+                train = total.mean()  # waits for the device to finish the step
+                total = _Total(self.device)
                 observer.on_interval()
                 self._add_point(progress.epoch + i / self.sampler.steps, train)
                 observer.on_evaluation()
@@ -316,24 +317,18 @@ class Batches:
 
 
 class _Total:
-    """Sums the loss and the correct predictions since the last `take`, on the device."""
+    """Sums the loss and the correct predictions on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._reset()
+        self.loss = torch.zeros((), device=device)
+        self.correct = torch.zeros((), device=device, dtype=torch.long)
+        self.count = 0
 
     def add(self, loss: Tensor, correct: Tensor, count: int) -> None:
         self.loss += loss * count
         self.correct += correct
         self.count += count
 
-    def take(self) -> tuple[float, float]:
-        """Returns the mean loss and the accuracy, and resets the sums to 0."""
-        result = self.loss.item() / self.count, self.correct.item() / self.count
-        self._reset()
-        return result
-
-    def _reset(self) -> None:
-        self.loss = torch.zeros((), device=self.device)
-        self.correct = torch.zeros((), device=self.device, dtype=torch.long)
-        self.count = 0
+    def mean(self) -> tuple[float, float]:
+        """Returns the mean loss and the accuracy."""
+        return self.loss.item() / self.count, self.correct.item() / self.count

@@ -91,8 +91,6 @@ def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> 
 class Recorder(Observer):
     """Writes the files of a training: to a scratch folder at every point of the curves, and to `Run.files` at the end."""
 
-    bar: tqdm  # set by `restore`
-
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
         self.environment = Environment(**provenance.describe_environment(training.device))
@@ -100,13 +98,6 @@ class Recorder(Observer):
         self.run_key = run_key(config, run.seed, training.data.sha256, training.device)
         self.scratch = run.scratch.with_name(f"{run.seed}-{self.run_key[:12]}")
         self.times = Times()
-        self._begin()
-        self._add_commit()
-
-    def _add_commit(self) -> None:
-        commit = provenance.describe_commit()
-        self.times.commits.append(commit["git_commit"])
-        self.times.dirty = self.times.dirty or commit["git_dirty"]
 
     def restore(self) -> None:
         """Resumes the training from its checkpoint, if any. Raises UserError if the checkpoint is damaged."""
@@ -116,8 +107,12 @@ class Recorder(Observer):
                 self.times = restore_checkpoint(path, self.training)
             except NOT_A_CHECKPOINT:
                 raise UserError(f"the checkpoint {path} cannot be read: delete it to train from the start.") from None
-            self._add_commit()
-        self._begin()
+        commit = provenance.describe_commit()
+        self.times.commits.append(commit["git_commit"])
+        self.times.dirty = self.times.dirty or commit["git_dirty"]
+        self._start, self._before = time.perf_counter(), self.times.seconds
+        self._interval_start = self._last = self._start
+        self._has_stepped = False
         self.bar = tqdm(
             total=self.training.sampler.images_per_epoch * self.training.config.train.epochs,
             initial=self.times.images,
@@ -126,11 +121,6 @@ class Recorder(Observer):
             unit_scale=True,
             mininterval=0.5 if sys.stderr.isatty() else 30,
         )
-
-    def _begin(self) -> None:
-        self._start, self._before = time.perf_counter(), self.times.seconds
-        self._interval_start = self._last = self._start
-        self._has_stepped = False
 
     def _spent_on(self, phase: str) -> None:
         """Adds the time since the last call of this method to the time of `phase`."""

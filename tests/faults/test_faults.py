@@ -27,6 +27,7 @@ from tests.faults.process import (
     outputs,
     write_project,
 )
+from tests.pipeline import synthetic
 
 pytestmark = pytest.mark.faults
 TRIALS = int(os.environ.get("OSA_FAULT_TRIALS", "2"))
@@ -142,4 +143,4 @@ def test_parameters_are_taken_as_they_stand_or_refused_in_one_sentence(content, 
     if sentence:
         assert "params.yaml" in sentence and "\n" not in sentence and len(sentence) < 500
     else:
-        assert params.deep_merge(loaded, reading.read_yaml(path)) == loaded, "all that was written is there as it stands"
+        assert synthetic.deep_merge(loaded, reading.read_yaml(path)) == loaded, "all that was written is there as it stands"

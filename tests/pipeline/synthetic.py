@@ -45,6 +45,13 @@ def write_params(folder: Path, edit: Edit = lambda raw: None, seeds: Iterable[in
     )
 
 
+def deep_merge(values: object, changes: object) -> object:
+    """Merges `changes` into `values` recursively. `changes` takes precedence."""
+    if isinstance(values, dict) and isinstance(changes, dict):
+        return values | {key: deep_merge(values.get(key), change) for key, change in changes.items()}
+    return changes
+
+
 def _small(sections: dict) -> dict:
     return sections | {name: sections[name] | changes for name, changes in SMALL.items()}
 

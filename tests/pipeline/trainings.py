@@ -27,7 +27,7 @@ def write_params(**changes: dict) -> None:
     """The repository's parameters with a small model and a short training, after `changes` of sections."""
 
     def edit(raw: dict) -> None:
-        raw.update(params.deep_merge(params.deep_merge(raw, {"model": SMALL, "train": SHORT}), changes))
+        raw.update(synthetic.deep_merge(synthetic.deep_merge(raw, {"model": SMALL, "train": SHORT}), changes))
 
     synthetic.write_params(Path(), edit)
 

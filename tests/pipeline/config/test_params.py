@@ -234,12 +234,6 @@ def test_overrides_on_the_command_line_are_read_and_written_back():
     assert "train.betas" in refusal(params.parse_overrides, [*texts, "train.betas=[0.5, 0.8]"]), "one of them would be lost"
 
 
-def test_a_merge_replaces_leaves_and_keeps_their_neighbours():
-    values = {"a": {"b": 1, "c": [1, 2]}, "d": None}
-    assert params.deep_merge(values, {"a": {"c": [3]}, "d": {"e": 4}}) == {"a": {"b": 1, "c": [3]}, "d": {"e": 4}}
-    assert values == {"a": {"b": 1, "c": [1, 2]}, "d": None}
-
-
 NO_BLOCKS = {b"": "empty", b"hello": "block", b"run: 1\ntrain: 2\nrun: 3\n": "line 3", b"run: 2026-02-30\n": "YAML"}
 NO_BLOCKS |= {b"run: " + b"[" * 600: "YAML", b"run: \xff\xfe": "YAML"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import params, reading
+from pipeline.config import reading
 from pipeline.core import files
 from pipeline.core.files import ROOT
 from pipeline.tools import locks, plan
@@ -74,7 +74,7 @@ def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
 
 def test_an_edit_names_its_group_in_a_line_with_reasons_and_the_time_of_what_is_left(project, capsys):
     changes = {"train": {"epochs": 1}, "model": {"depth": 3}}
-    edited = params.deep_merge(reading.read_yaml("params.yaml"), changes)
+    edited = synthetic.deep_merge(reading.read_yaml("params.yaml"), changes)
     write_params(run=edited["run"], **changes)
     plan.main([])
     lines = capsys.readouterr().out.splitlines()

@@ -36,7 +36,7 @@ LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))
 class Images:
     """Images on a device: `pixels` (n, C, H, W) uint8, and `levels` (256,) float32, the scaled value of each pixel level.
 
-    Indexing, slicing and `split` return scaled images, float32. Stored scaled images would take four times the memory.
+    Indexing, slicing and `split` return scaled images, float32. Scaled images would take four times the memory if stored.
     """
 
     pixels: torch.Tensor
@@ -143,7 +143,7 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
     """The SHA-256 of train images, train labels, test images and test labels, one after another.
 
-    `num_own_classes`, the number of classes of the user's images, is needed until their description is written.
+    `num_own_classes` is the number of classes of the user's images, if their description is not written yet.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 

@@ -20,7 +20,8 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# An invisible letter shifts the text after a script back to the baseline. Not every browser supports baseline-shift.
+# An invisible letter shifts the text after a superscript or subscript back to the baseline. Not every browser supports the
+# attribute baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
 DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
 CACHE = Path(".checkpoints/figures")

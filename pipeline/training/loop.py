@@ -71,9 +71,9 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Creates AdamW, and for the blocks' weight matrices Muon if `train.optimizer` is "muon".
+    """Creates AdamW. If `train.optimizer` is "muon", also creates Muon, which takes the weight matrices of the blocks.
 
-    Both optimisers use one learning rate and one weight decay, since the root mean square of Muon's update is scaled to
+    The two optimisers share a learning rate and a weight decay, since the root mean square of Muon's update is scaled to
     AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", Section 2.2).
     """
     train = config.train
@@ -161,7 +161,7 @@ class Observer:
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
     """Loads the data of a training.
 
-    `train.held_out` random training images, the same for every seed, replace the test images in a search for parameters.
+    In a search for parameters, `train.held_out` random training images, the same for every seed, replace the test images.
     """
     data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)

@@ -66,15 +66,14 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
 
 def for_narrow(figure: Figure) -> Figure:
     """Rearranges a figure in place for a narrow screen, with its panels stacked."""
-    panels, height = figure.axes, min(figure.get_figheight(), NARROW_INCHES[1])
+    panels, height = figure.axes, figure.get_figheight()
     if len(panels) > 1:
+        height = min(height, NARROW_INCHES[1]) * len(panels)
         grid = figure.add_gridspec(len(panels), 1)
         for i, axes in enumerate(panels):
             axes.set_subplotspec(grid[i])
             axes.tick_params(labelleft=True)  # panels in a row share tick labels
-        figure.set_size_inches(NARROW_INCHES[0], height * len(panels))
-    else:
-        figure.set_size_inches(NARROW_INCHES[0], figure.get_figheight())
+    figure.set_size_inches(NARROW_INCHES[0], height)
     for legend in list(figure.legends):
         handles = [each for each in legend.legend_handles if each is not None]
         labels = [each.get_text() for each in legend.get_texts()]

@@ -52,7 +52,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
     paper             test accuracy in the paper, or None
     ours              statistics of our test accuracies, over the runs that start
     accuracies        test accuracies of the runs that start
-    runs              number of runs
+    runs              number of runs that are not missing
     starts_at_least   one-sided 95 % lower bound on the share of runs that start
     others            test accuracies of the runs that do not start
     difference        our mean test accuracy minus the paper's

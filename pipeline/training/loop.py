@@ -30,7 +30,8 @@ EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 def configure_torch() -> None:
     """Makes a seed give the same bits in every run on one machine, and gives large CPU tensors huge pages, which save time.
 
-    Call this function before any other of torch: torch reads THP_MEM_ALLOC_ENABLE at the first allocation of memory.
+    Call this function before any other of torch: torch reads THP_MEM_ALLOC_ENABLE at the first allocation of memory. Set
+    this variable to 0 to do without huge pages.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

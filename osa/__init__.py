@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
-# Increase this number in every edit that changes the results of training: runs with an older number may be invalid
+# An edit that changes the results of training must increase this number: runs with an older number may be invalid
 NUMERICS = 2
 
 __all__ = [

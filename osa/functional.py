@@ -1,7 +1,4 @@
-"""Orthogonal self-attention as a function of query, key and value (Section 2), linear in the number of tokens.
-
-The docstring of `orthogonal_attention` has the equations and the guarantees of each method. `osa.routes` has the methods.
-"""
+"""Orthogonal self-attention as a function of query, key and value (Section 2). `osa.routes` has the methods."""
 
 import math
 import warnings
@@ -42,13 +39,13 @@ def orthogonal_attention(
 ) -> Tensor:
     """exp(S) V with S = scale · (Q Kᵀ − K Qᵀ) (Eq. 5), where exp(S) is orthogonal.
 
-    S has rank ≤ 2d, so no N×N matrix is needed (Theorem 2.1). With B an orthonormal basis of the column space of
-    M = [Q, K] (N×2d),
+    S has rank ≤ 2d, so no N×N matrix is needed (Theorem 2.1). With B an orthonormal basis of the column space of M = [Q, K]
+    (N×2d),
 
         exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
 
-    "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3): see `osa.routes`. The
-    other methods are faster. With J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, they all compute
+    "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3). The other methods are
+    faster. With J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, they all compute
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
@@ -62,36 +59,28 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "qr" equals "qr_literal" in exact arithmetic, but its gradient does not pass through QR. "exact" needs no basis, by the
-    identity f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020). "newton_schulz" is Theorem 2.1 with B = M_K
-    of Eq. 9. By the same identity, it needs only G_K = BᵀB. Its result is orthogonal as far as the K iterations have
-    converged (Theorem 3.1). "polar_express" replaces the Newton–Schulz steps by the steps of Amsel et al. (2025), and
-    computes in float64.
+    "exact" needs no basis, by the identity f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020).
+    "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9. By the same identity, it needs only G_K = BᵀB. Its result is
+    orthogonal as far as the K iterations have converged (Theorem 3.1). "polar_express" replaces the Newton–Schulz steps by
+    the steps of Amsel et al. (2025), and computes in float64. "cayley" replaces exp(S) by another orthogonal matrix, the
+    Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with exp(S) to second order and rotates by less than π (Brantner et
+    al. 2023, arXiv 2312.11166).
 
-    "cayley" replaces exp(S) by another orthogonal matrix, the Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with
-    exp(S) to second order and rotates by less than π. Brantner et al. (2023, *Volume-Preserving Transformers for Learning
-    Time Series Data with Structure*, arXiv 2312.11166) use it in attention, and form the N×N matrix.
-
-    A = exp(S) preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN. Here
-    eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" adds up to 10⁻⁵ to
-    float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" need not be
+    A = exp(S) preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN, with a
+    warning. Here eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" adds up to 10⁻⁵
+    to float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" need not be
     orthogonal. It agrees with the equations of the method to about 30 eps · scale · ‖M‖₂², or it is NaN. "qr_literal" is as
     accurate as torch's matrix exponential.
 
-    If N < 2d, S is smaller than G. "qr" then uses S itself. "exact" and "cayley" do the same, unless Q Kᵀ and K Qᵀ nearly
-    cancel.
-
     The rounding error of Gram matrices grows with scale · ‖M‖₂². This number can exceed ‖S‖₂ if Q ≈ K, if tokens share a
-    large component, or if there are outliers. To avoid the error, "exact" and "cayley" replace M by M T, where T is a matrix
-    that leaves S unchanged (see `balanced`). If M T does not suffice, they use the basis of "qr" in float64. "newton_schulz"
-    computes in float64 if its error would be large. If no digit is correct, the result is NaN, with a warning.
+    large component, or if there are outliers. "exact" and "cayley" then replace M by M T, where T is a matrix that leaves S
+    unchanged (see `osa.linalg.balanced`), or use the basis of "qr" in float64. "newton_schulz" computes in float64.
 
-    A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor (see
-    `osa.routes`). On the CPU, all methods except "qr" and "qr_literal" then compute in float64. CUDA kernels choose between
-    M T and a basis for up to 64 tokens of width 16. Up to 256 tokens they use M T, or return NaN. For more tokens or a
-    larger width, they choose between M T and M R⁻¹. Where values cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000,
-    or 23,000 in a kernel. On CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except
-    under torch.compile and in the backward pass of "qr_literal".
+    A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor, and on the
+    CPU all methods except "qr" and "qr_literal" compute in float64. CUDA kernels of up to 256 tokens and width 16 choose
+    between M T and, up to 64 tokens, a basis; other kernels choose between M T and M R⁻¹. Where values cannot be read,
+    exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32 inputs are in full
+    float32 even if the program allows TF32, except under torch.compile and in the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).
@@ -142,13 +131,9 @@ def orthogonal_attention_matrix(
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Returns the attention matrix A = exp(S) that `orthogonal_attention` applies.
+    """Returns the attention matrix A = exp(S), (..., N, N), that `orthogonal_attention` applies, in O(N²) memory.
 
-    The matrix takes O(N²) memory. This function is for figures and tests. Its arguments and errors are those of
-    `orthogonal_attention`.
-
-    Returns:
-        (..., N, N).
+    The arguments and errors are those of `orthogonal_attention`.
 
     Example:
         >>> a = orthogonal_attention_matrix(*torch.randn(2, 50, 16, dtype=torch.float64))

@@ -14,7 +14,7 @@ SMALL_SCALE = 0.1  # factor of W^Q and W^K that keeps attention logits at a few 
 
 
 class Attention(Protocol):
-    """The attributes of an attention layer that initialisation uses: four linear layers (d, d) for num_heads heads."""
+    """An attention layer of num_heads heads with four linear layers (d, d), as initialisation needs it."""
 
     embed_dim: int
     num_heads: int
@@ -32,7 +32,7 @@ class ScaledAttention(Attention, Protocol):
 
 
 class TwoLayers(Protocol):
-    """The attributes of an MLP that initialisation uses: linear layers (H, d) and (d, H)."""
+    """An MLP with linear layers (H, d) and (d, H), as initialisation needs it."""
 
     fc1: nn.Linear
     fc2: nn.Linear
@@ -51,15 +51,10 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
 
     Raises:
         ValueError: n < m or m < 1.
-
-    Example:
-        >>> w = stiefel_uniform(64, 16, dtype=torch.float64)
-        >>> bool((w.T @ w - torch.eye(16)).abs().max() < 1e-12)
-        True
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # tensors on "meta" have no values, and a draw would take long
+    if torch.get_default_device().type == "meta":  # a draw without values would take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -71,10 +66,7 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
     """Fills W, [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, where Q is uniformly semi-orthogonal (SUO).
 
     y = W x preserves the mean square of the entries: exactly if out ≥ in, on average if out < in (Martens et al. 2021;
-    Section 4.4). Code that takes the weight for [in, out] scales the wrong layers.
-
-    Returns:
-        The weight.
+    Section 4.4). Returns the weight.
 
     Raises:
         ValueError: the weight is not a matrix.
@@ -103,8 +95,8 @@ def init_orthogonal_attention_(
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
         alpha: α. Softmax attention ignores it.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
-            remain uniform on the Stiefel manifold. The sum Σ_i W^V_i W^O_i becomes orthogonal, which it is not with one draw
-            per head. This matters in deep models, where layers with attention near the identity multiply these sums.
+            remain uniform, and Σ_i W^V_i W^O_i becomes orthogonal. Deep models multiply these sums if attention is near
+            the identity.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -167,9 +159,8 @@ def init_ji_attention_(
     approximation of rank d_v: if P Σ Rᵀ is the singular value decomposition of a Z_i + b I, then W^Q_i and W^K_i are the
     first d_v columns of P Σ^½ and R Σ^½.
 
-    Summaries of the paper and a reproduction of it give a = 2, b = 0.6 and c = 3 for ViT-B, with orthogonal MLPs
-    (`init_suo_mlp_`). In our reading U and V span all heads, and each head has its own Z_i. Without LayerNorm, c = 1
-    preserves the norm of tokens.
+    The defaults are those of the paper for ViT-B, by its summaries and a reproduction. In our reading U and V span all
+    heads, and each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -259,11 +250,7 @@ def init_suo_mlp_(
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
-        gain: factor of the second weight. It restores the mean square, which the activation function reduces.
-
-    Example:
-        >>> block = osa.create_model("vit", depth=1).blocks[0]
-        >>> init_suo_mlp_(block.mlp)
+        gain: factor of the second weight, which restores the mean square that the activation function reduces.
     """
     for linear in (mlp.fc1, mlp.fc2):
         scaled_uniform_orthogonal_(linear.weight, generator=generator)
@@ -278,23 +265,15 @@ def init_suo_mlp_(
 def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
     """Draws both weights of an MLP from one orthogonal frame, so that a nearly linear MLP is nearly a rotation.
 
-    Biases are zero.
-
     For fc1 [H, d] and fc2 [d, H], with U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
 
         W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E φ² − κ₁²) d/H),
 
-    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1).
+    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1). Biases are zero.
 
-    This g preserves the mean square of tokens on average, for any φ. If |x|² = d, the entries of z = s U x are nearly
-    N(0, 1), and φ(z) = κ₁ z + r with r ⟂ z. Uᵀ recovers all of κ₁ z, and the share d/H of |r|², because U is uniform given
-    z. If φ is nearly linear, angles are preserved too, at any width. U and U Rᵀ are each uniform on their Stiefel manifold,
-    as in `init_suo_mlp_`. Their dependence on each other is our addition.
-
-    One fluctuation remains: in an MLP, a mean over H entries replaces κ₁. This fluctuation gives log |x|² a variance of
-    order (1 − κ₁²)/H per MLP. L MLPs that are shaped for L blocks have 1 − κ₁² ≈ ln 5/L, so their variances add up to order
-    1/H. With independent draws, the sum is 2 (1 − d/H) L/d, as in Hanin and Nica 2020 (arXiv:1812.05994). docs/depth.md
-    derives and measures both variances.
+    This g preserves the mean square of tokens on average, for any φ. U and U Rᵀ are each uniform, as in `init_suo_mlp_`.
+    Their dependence on each other is our addition. Over the depth, log |x|² varies by order 1/H instead of L/d
+    (docs/depth.md).
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.
@@ -303,13 +282,6 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
     Raises:
         ValueError: H < d, for which no frame exists.
-
-    Example:
-        >>> mlp = osa.MLP(64, 256)
-        >>> init_isometric_mlp_(mlp, gain=1.0, kappa=1.0)
-        >>> rotation = mlp.fc2.weight @ mlp.fc1.weight
-        >>> bool((rotation @ rotation.T - torch.eye(64)).abs().max() < 1e-5)
-        True
     """
     hidden_dim, embed_dim = mlp.fc1.weight.shape
     if hidden_dim < embed_dim:
@@ -346,10 +318,7 @@ def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 
 def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Draws a weight of variance 1/in from a normal distribution truncated at 2σ, and sets a zero bias.
-
-    This is `lecun_normal`, Flax's default for convolutions and dense layers, which corrects σ for the truncation.
-    """
+    """Draws a weight of variance 1/in from a normal distribution truncated at 2σ, Flax's default, and sets a zero bias."""
     truncated_normal_(linear.weight, 1 / (TRUNCATED_STD * math.sqrt(linear.in_features)), generator=generator)
     nn.init.zeros_(linear.bias)
 
@@ -362,6 +331,6 @@ def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # meta tensors have no values, and a draw would import torch's compiler
+    if tensor.is_meta:  # a draw would import torch's compiler
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

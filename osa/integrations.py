@@ -15,7 +15,7 @@ from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.masking import repeat_heads
 from osa.options import EPSILON, Method, MethodOptions, check_method, is_finite
 
-CONFIG_KEY = "orthogonal_attention"  # key for the settings of the attention in a configuration of transformers
+CONFIG_KEY = "orthogonal_attention"  # key of the settings in a configuration of transformers
 
 
 def timm_attention(
@@ -24,14 +24,12 @@ def timm_attention(
     """Returns a class for `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) in place of softmax.
 
     Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number per head. The class
-    accepts boolean masks of padding, and refuses dropout of attention and causal masks.
+    accepts boolean masks of padding, and refuses dropout of attention and causal masks. Equal arguments return the same
+    class.
 
     Args:
         method, num_iterations, epsilon: as for `orthogonal_attention`.
         alpha_init: initial α, which multiplies timm's scale 1/√d_v.
-
-    Returns:
-        The class. Equal arguments return the same class. Pickle stores the class as a call with these arguments.
 
     Raises:
         ImportError: timm is not installed.
@@ -45,7 +43,7 @@ def timm_attention(
 
 
 class _PickledByCall(type):
-    """Metaclass of the classes that `_timm_class` returns. Pickle stores each class as a call with `arguments`."""
+    """Metaclass of the classes of `_timm_class`. Pickle stores such a class as a call of `_timm_class` with `arguments`."""
 
     arguments: tuple[Method, int | None, float, float]
 
@@ -75,7 +73,6 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
             return self.proj_drop(self.proj(y))
 
         def dropout_p(self) -> float:
-            """Returns the dropout probability of `attn_drop` in training, and otherwise 0."""
             if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
                 raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
             return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
@@ -104,14 +101,12 @@ def register_with_transformers(
 ) -> None:
     """Registers an orthogonal attention for encoders of transformers, such as ViT and BERT; `set_attention` applies it.
 
-    It also registers a mask function, without which transformers would pass no mask for padding. Before a model saved with
-    this attention is loaded, register the attention again with the same settings: otherwise the model raises an error.
-    The first call of a causal model, or of a model with dropout of attention, raises ValueError.
+    Register the attention again, with the same settings, before a saved model is loaded. The first call of a causal model,
+    or of a model with dropout of attention, raises ValueError.
 
     Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
     it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it, so a
-    model that is loaded and saved again would use softmax. If a model later gets another attention, the model is saved with
-    its new attention.
+    model that is loaded and saved again would use softmax.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -146,7 +141,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     """Gives a model of transformers the attention registered as `name`, and writes its settings into the configuration.
 
     A model with only `attn_implementation=name` raises ValueError at its first call, because the attention would not be
-    saved. A loaded model has the attention in the same parts as the saved model.
+    saved.
 
     Args:
         model: the whole model that will be saved.
@@ -180,7 +175,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Returns the configurations of a model's parts by key. It leaves out parts without a configuration."""
+    """Returns the configurations of a model's parts by key, without parts that have no configuration."""
     return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
 
 

@@ -1,7 +1,4 @@
-"""Linear algebra of orthogonal attention: bases of span[Q, K] (Section 3), the function φ₁, Gram matrices, balancing.
-
-No matrix is N×N. Only M = [Q, K] and its basis have N rows. All other matrices are at most 2d_v×2d_v.
-"""
+"""Linear algebra of orthogonal attention. Only M = [Q, K] and its basis have N rows; others are at most 2d_v×2d_v."""
 
 import math
 
@@ -12,7 +9,7 @@ from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_gr
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
 
-# (a_k, b_k, c_k) of Amsel et al. 2025, for singular values in [10⁻³, 1]. All steps after the eighth repeat the last row
+# (a_k, b_k, c_k) of Amsel et al. 2025, for singular values in [10⁻³, 1]. Steps after the eighth repeat the last triple
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -24,19 +21,19 @@ POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 
-# Maximum spectral radius ρ of Z for a single series. The terms of the series then stay below 4⁴/4! = 11, and hardly cancel
+# Maximum spectral radius ρ of Z for a single series, whose terms stay below 4⁴/4! = 11 and hardly cancel
 _SERIES_RADIUS = 4.0
-_MAX_DOUBLINGS = 14  # number of doublings in a trace and on an accelerator, where the code does not read ρ
+_MAX_DOUBLINGS = 14  # number of doublings where ρ cannot be read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
-# Maximum `imbalance` of Z. Up to this maximum, A = exp(S) is orthogonal to about 100 eps max(1, ‖S‖₂)
+# Maximum `imbalance` of Z for which A = exp(S) is orthogonal to about 100 eps max(1, ‖S‖₂)
 IMBALANCE = 128.0
 
 
 def qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis of the columns of M by the reduced QR decomposition (Section 3).
 
-    Uses Householder's QR, except for float32 matrices on CUDA: there Householder's QR would process a batch one matrix at a
-    time and wait for the host, and `cholesky_qr_basis` is faster.
+    For float32 on CUDA, `cholesky_qr_basis` replaces Householder's QR, which would process a batch one matrix at a time and
+    wait for the host.
 
     Args:
         m: (..., N, 2d_v).
@@ -52,10 +49,9 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, in a batch and without reading values.
 
-    Householder's Q is the exact Q of M + E, where ‖E‖ is a few eps ‖M‖ (Higham 2002, Theorem 19.4). Adding an E of this size
-    on the diagonal therefore costs no accuracy, and M + E maps no null vector of M to 0. All arithmetic is float64. The
-    first decomposition is shifted, so that rounding cannot make it fail. The second decomposition removes the remaining
-    BᵀB − I (shifted Cholesky-QR of Fukaya et al. 2020).
+    A shift keeps the first decomposition from failing, and the second decomposition removes the remaining BᵀB − I (Fukaya et
+    al. 2020). All arithmetic is float64. First, M gets full rank by adding a diagonal E of size eps ‖M‖, which costs no
+    accuracy: Householder's Q is also the exact Q of M plus such an E (Higham 2002, Theorem 19.4).
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -75,8 +71,7 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
 def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
     """G_K = M_KᵀM_K of the Newton–Schulz iterate M_K (Eq. 9), given G₀ = M₀ᵀM₀.
 
-    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), so G_{k+1} = T_k G_k T_k, and all these factors commute. Small singular values
-    need many steps to converge: this is a property of the method.
+    M_{k+1} = M_k T_k with T_k = ½ (3I − G_k), so G_{k+1} = T_k G_k T_k, and all these factors commute.
 
     Args:
         gram: G₀, (..., n, n), symmetric, with ‖M₀‖₂ < √3. Its gradient is symmetric.
@@ -144,15 +139,14 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines it for singular Z.
+    """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines φ₁ for singular Z.
 
-    Evaluates a Taylor polynomial by Horner's rule in Z², with products as narrow as Y. The degree is the smallest for which
-    the remainders of the value and of the gradient are below rounding. It depends on the spectral radius ρ of Z, which is
-    ‖S‖₂ for Z = [S] and for Z = scale · J MᵀM.
+    Computes a Taylor polynomial with products as narrow as Y, by Horner's rule in Z². The degree depends on the spectral
+    radius ρ of Z, which is ‖S‖₂ for Z = [S] and for Z = scale · J MᵀM.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed. The bound
-    2ρ² ≤ Σ|λ|² = −tr Z² then tells whether ρ may be too large for s. If so, the result is NaN.
+    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed, and the result is
+    NaN where ρ may be too large for s, by the bound 2ρ² ≤ Σ|λ|² = −tr Z².
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -189,9 +183,8 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
-    Solves linear systems with the matrix W = I − Z/2 by LU decomposition. On CUDA, the LU decomposition of a batch would
-    wait for the host, so the function uses the Cholesky decomposition of WᵀW. The Cholesky decomposition is in float64,
-    because the condition number of WᵀW is the square of that of W.
+    Solves by LU decomposition of W = I − Z/2. On CUDA, the LU decomposition of a batch would wait for the host, so the
+    Cholesky decomposition of WᵀW replaces it, in float64 because the condition number of WᵀW is the square of that of W.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
@@ -213,10 +206,8 @@ def solve_by_cholesky(w: Tensor, y: Tensor) -> Tensor:
 def is_balanced(gram: Tensor, scale: Tensor) -> bool:
     """True if every Z = scale · J MᵀM is nearly normal (`imbalance` ≤ 128), so that φ₁(Z) is accurate.
 
-    False for a Gram matrix that has overflowed.
-
     Args:
-        gram: MᵀM, (b, 2d, 2d). Its values are read.
+        gram: MᵀM, (b, 2d, 2d). Its values are read. If a value has overflowed, the result is False.
         scale: (b, 1, 1).
     """
     norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # ‖Z‖_F, (b, 1, 1)
@@ -227,10 +218,9 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
 def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1).
 
-    The numerator is the squared departure of Z from normality (Henrici 1962), 0 for a normal Z. The numerator times eps
-    is about the error that φ₁(Z) causes in exp(S). For a normal Z this error is eps ‖S‖₂. The denominator is about
-    ‖S‖₂, clamped to [1, 64]: above 64, the error for a Z that is not normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if
-    known.
+    The numerator is the squared departure of Z from normality (Henrici 1962), and eps times the numerator is about the error
+    that φ₁(Z) causes in exp(S). The denominator is about ‖S‖₂, clamped to [1, 64]: above 64, the error for a Z that is not
+    normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -247,10 +237,7 @@ def square_moduli(z: Tensor) -> Tensor:
 def gram_factor(gram: Tensor) -> Tensor:
     """Upper triangular R, (b, 2d, 2d). The columns of M R⁻¹ are nearly orthonormal, or shorter if M lacks full rank.
 
-    R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of MᵀM.
-
-    Args:
-        gram: MᵀM, (b, 2d, 2d).
+    R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram`, MᵀM.
     """
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)  # ‖M‖_F²
     shift = gram.shape[-1] * torch.finfo(gram.dtype).eps * size + torch.finfo(gram.dtype).tiny
@@ -298,11 +285,10 @@ def as_batch(x: Tensor) -> Tensor:
 
 
 def _spectral_radius(square: Tensor) -> float:
-    """Returns an upper bound of the spectral radii of all Z in the batch, given Z².
+    """Returns an upper bound of the spectral radii ρ of all Z in the batch, given Z².
 
-    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. In attention the bound is about 1.2 ρ. The code adds a term
-    in eps, which covers the rounding error of the trace. If a matrix contains NaN or its fourth power overflows, the result
-    for this matrix is lost anyway. `_SERIES_RADIUS` then replaces the bound.
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The term in eps covers the rounding error of the trace. A matrix
+    with NaN or an overflow has no correct result at any radius, and counts as `_SERIES_RADIUS`.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
@@ -311,10 +297,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the smallest odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4.
-
-    The left side is the leading term of the remainder's derivative.
-    """
+    """Returns the smallest odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4, the leading term of the remainder's derivative."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2
@@ -323,13 +306,9 @@ def _degree(radius: float, dtype: torch.dtype) -> int:
 
 
 def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tensor]:
-    """Evaluates Σ_{k ≤ degree} Z^k Y / (k + 1)! for an odd degree by Horner's rule in Z², given Y, ZY and Z².
+    """Returns P_J to P_0, with J = (degree − 1)/2 and P_0 = Σ_{k ≤ degree} Z^k Y / (k + 1)!, given Y, ZY and Z².
 
-    Each step adds two terms (Paterson & Stockmeyer 1973): P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)). P_0 is
-    the sum.
-
-    Returns:
-        P_J to P_0, with J = (degree − 1)/2.
+    P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)) adds two terms for one product (Paterson & Stockmeyer 1973).
     """
     last = degree // 2
     partial = [torch.add(y, first, alpha=1 / (2 * last + 2))]

@@ -1,7 +1,6 @@
 """The paper's models by name, built and initialised by Section 4 and Appendix D, and models for large depths.
 
-For each option of `ModelConfig` that chooses a part, a dict maps the option's values to functions. To add a part, add an
-entry.
+For each option of `ModelConfig` that chooses a part, a dict maps the option's values to functions.
 """
 
 import dataclasses
@@ -54,12 +53,8 @@ from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAt
 from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
-# Parts that an option chooses. A function of `ATTENTION` takes the configuration. It returns a function that builds the
-# layer of a block, given the block's number, and a function that initialises the layer. A function of `MLP_INIT` takes the
-# configuration, and the gain and the kappa of the activation. It returns a function that initialises the MLP.
-
 Initialise = Callable[..., None]
-LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]
+LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # builds the attention of a block, given its number
 Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
 
 
@@ -129,13 +124,13 @@ ATTENTION_INIT: dict[AttentionInit, Callable[[ModelConfig], Initialise]] = {
     "xavier": _xavier_attention,
     "ji": _ji,
 }
-MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {
+MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {  # of gain and κ of the activation, too
     "suo": lambda config, gain, kappa: _suo_mlp(config, 1.0),
     "xavier": lambda config, gain, kappa: init_xavier_mlp_,
     "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
-ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # each function takes the depth of the network
+ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # of the depth
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
@@ -146,9 +141,6 @@ PATCH_EMBEDDING_INIT: dict[str, Initialise] = {
     "lecun": lecun_linear_,
 }
 HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
-
-
-# The models
 
 
 def create_model(name: str, *, generator: Generator | None = None, **changes: Unpack[ModelOptions]) -> VisionTransformer:
@@ -228,10 +220,7 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Allocates parameters of the meta device on the default device, like `to_empty`, but also under FakeTensorMode.
-
-    Buffers already have values, on the CPU, and are moved.
-    """
+    """Allocates parameters of the meta device on the default device, like `to_empty`, but also under FakeTensorMode."""
     device = torch.get_default_device()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):

@@ -23,8 +23,6 @@ Dtype = torch.dtype | None
 class SelfAttention(nn.Module):
     """Query, key, value and output projections of multi-head self-attention. Subclasses define `mix`, the attention.
 
-    Every class accepts the `device` and `dtype` of its weights, as torch's layers do.
-
     Head i uses rows i·d_v to (i+1)·d_v of the query, key and value weights, and columns i·d_v to (i+1)·d_v of the output
     weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product with the concatenated heads.
     """
@@ -57,12 +55,9 @@ class SelfAttention(nn.Module):
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query, key and value of each head, (B, num_heads, N, d_v).
+        """Returns query, key and value of each head, (B, num_heads, N, d_v), for x (B, N, embed_dim).
 
-        If the three layers can be joined, a single matrix product computes all three.
-
-        Args:
-            x: (B, N, embed_dim).
+        A single matrix product computes all three if the layers can be joined.
         """
         parts = (self.query, self.key, self.value)
         if joined := _joined(parts):
@@ -113,10 +108,7 @@ class SelfAttention(nn.Module):
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """Returns the attention matrix A of each head, (B, num_heads, N, N), for x (B, N, d), in the type of x.
-
-    The function applies the attention to V = I.
-    """
+    """Returns the attention matrix A of each head, (B, num_heads, N, N), for x (B, N, d), by attention to V = I."""
     query, key, _ = attention.project(x)
     num_tokens = x.shape[-2]
     identity = torch.eye(num_tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], num_tokens, num_tokens)
@@ -143,10 +135,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
 
 
 def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None:
-    """Returns the weight (3d, d) and the bias of one linear layer that computes query, key and value.
-
-    Returns None if the three layers cannot be joined.
-    """
+    """Returns weight and bias of one linear layer d → 3d that computes query, key and value, or None if no layer can."""
     if not all(map(_is_plain, parts)):
         return None
     weights = [part.weight for part in parts]
@@ -177,10 +166,10 @@ class OrthogonalSelfAttention(SelfAttention):
     Args:
         embed_dim: d.
         num_heads: h ≥ 2, so that 2 d_v ≤ d for d_v = d/h, which Section 4.2 needs.
-        method, num_iterations, epsilon: as for `osa.orthogonal_attention`. The attribute `options` holds them as keywords
-            for this function and for `orthogonal_attention_matrix`.
+        method, num_iterations, epsilon: as for `osa.orthogonal_attention`; the attribute `options` holds them.
         alpha_init: initial α.
         alpha_per_head: if True, each head has its own α. If False, all heads share one α.
+        device, dtype: of the weights.
 
     Raises:
         ValueError: h does not divide d, 2 d_v > d, the method is unknown, a number is out of range, or `num_iterations` is
@@ -247,10 +236,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """A placeholder for weights that keeps torch's encoder from its fast path, which computes only softmax attention.
-
-    The encoder does not take the fast path if a weight has a `__torch_function__`.
-    """
+    """A weight that keeps torch's encoder from its fast path for softmax attention, since it has a `__torch_function__`."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -260,8 +246,7 @@ class _NoFastPath:
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """`OrthogonalSelfAttention` with the call signature of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
-    Use it as `self_attn` of `nn.TransformerEncoderLayer` or `self_attention` of torchvision's `VisionTransformer`. It is
-    neither causal nor cross-attention, and masks must leave out whole tokens.
+    It is neither causal nor cross-attention, and masks must leave out whole tokens.
 
     Args:
         embed_dim: d.
@@ -309,8 +294,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).
             key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for other tokens.
             need_weights: return the matrices, (B, N, N), or (N, N) if query is (N, d).
-            attn_mask: a second mask of padding, (N, N) or (B·h, N, N). Its rows must be equal. Its values have the same
-                meaning as in key_padding_mask.
+            attn_mask: a second mask of padding, (N, N) or (B·h, N, N), with equal rows and values as in key_padding_mask.
             average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
             is_causal: must be False.
 
@@ -370,13 +354,12 @@ def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class SoftmaxSelfAttention(SelfAttention):
-    """Multi-head softmax self-attention with biases (Vaswani et al. 2017), on torch's scaled_dot_product_attention.
-
-    It starts with Xavier uniform weights and zero biases (Appendix D).
+    """Multi-head softmax self-attention with biases (Vaswani et al. 2017), initialised as in Appendix D.
 
     Args:
         embed_dim: d.
         num_heads: h.
+        device, dtype: of the weights.
 
     Raises:
         ValueError: num_heads does not divide embed_dim.

@@ -1,8 +1,4 @@
-"""The options of models, their types and bounds, and the models by name. Schemas read this module without importing torch.
-
-`ModelConfig` lists every option once. `ModelOptions` repeats them as keywords of `create_model`, for type checkers; a test
-checks that the two agree.
-"""
+"""The options of models, with types and bounds, and the models by name. Schemas read this module without importing torch."""
 
 import dataclasses
 import difflib
@@ -15,10 +11,9 @@ from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
 Method = Literal["qr_literal", "qr", "newton_schulz", "exact", "polar_express", "cayley"]
 METHODS = get_args(Method)
-# Default K. Appendix D has 6 iterations. 7 iterations of Polar Express suffice for singular values from 10⁻³ to 1
+# Default K: 6 as in Appendix D, and 7 steps of Polar Express, which suffice for singular values from 10⁻³ to 1
 ITERATIONS = {"newton_schulz": 6, "polar_express": 7}
-# ε of Section 3. The paper gives no value. In float32, ‖M‖_F + ε = ‖M‖_F if ‖M‖_F > 2
-EPSILON = 1e-7
+EPSILON = 1e-7  # ε of Section 3, for which the paper gives no value
 NORM_EPS = 1e-6  # ε of LayerNorm in the original ViT
 
 AttentionKind = Literal["orthogonal", "softmax", "signal_preserving", "value_skipinit"]
@@ -31,8 +26,6 @@ KernelKind = Literal["uniform", "exponential"]
 QueryKeyInit = Literal["zero_query", "zero_key", "small"]
 ValueOutInit = Literal["orthogonal", "gaussian"]
 
-
-# The options
 
 MAX_SIZE = 2**14  # maximum of each size: larger weights do not fit in memory
 
@@ -56,17 +49,15 @@ class Architecture:
     skip: bool
     norm: bool
     mlp_init: MLPInit
-    """"suo" (Section 4.4), "xavier" (Appendix D), "shaped" or "isometric". "shaped" is SUO with a factor on the second
-    layer, which restores the mean square that the activation reduces. "isometric" draws both layers from one frame: see
-    `init_isometric_mlp_`."""
+    """"suo" (Section 4.4), "xavier" (Appendix D), "shaped", which is SUO with a factor that restores the mean square after
+    the activation, or "isometric" (`init_isometric_mlp_`)."""
     method: Method | None = _option(None, attention=("orthogonal",))
     """This option and the next two are arguments of `orthogonal_attention`."""
     num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
     epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
     alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
-    """α L, which replaces `alpha`. Suppose that ‖W̃‖₂ = 1 in S = α/√d_v · X W̃ Xᵀ (Section 4.2), and that W^O is drawn for
-    all h heads together. L such layers then multiply gradients by at most exp(2 L √h ‖X‖₂² α/√d_v). This factor stays
-    bounded if α falls as 1/L and the activation preserves ‖X‖₂."""
+    """α L, which replaces `alpha`. L layers with S = α/√d_v · X W̃ Xᵀ, ‖W̃‖₂ = 1 (Section 4.2) and with W^O drawn for all
+    h heads together multiply gradients by at most exp(2 L √h ‖X‖₂² α/√d_v)."""
     kernel: KernelKind | None = _option(None, attention=("signal_preserving",))
     """This option and the next four are arguments of `signal_preserving_attention`, which needs `kernel` and
     `kernel_last`."""
@@ -81,8 +72,8 @@ class Architecture:
     """"section_4", "xavier" (Appendix D) or "ji" (`init_ji_attention_`). None: Section 4 for orthogonal attention and
     Xavier for softmax, as in the paper."""
     joint_value_output: bool = False
-    """Draw W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix. The other kinds of attention, and
-    the initialisation "ji", do so by default."""
+    """Draw W^V and W^O of softmax or orthogonal attention each as one orthogonal matrix, as the other kinds of attention
+    and the initialisation "ji" do by default."""
     activation: ActivationKind = "gelu"
     """Activation of the MLPs: "gelu", its approximation "gelu_tanh", or "dks_gelu", which is shaped for the depth of the
     model and needs at least 5 blocks."""
@@ -225,7 +216,7 @@ def is_finite(number: Any) -> bool:
 
 
 class ModelOptions(TypedDict, total=False):
-    """Options of `ModelConfig`, all of them optional."""
+    """The options of `ModelConfig` as keywords of `create_model`, for type checkers. A test checks that the two agree."""
 
     attention: AttentionKind
     skip: bool
@@ -290,7 +281,7 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
 
 _OSA: ModelOptions = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT: ModelOptions = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
-# As in He et al. 2023 (H.1), tokens have the mean square 1, the MLPs preserve it, and W^V and W^O are orthogonal
+# As in He et al. 2023 (H.1): tokens of mean square 1, which the MLPs preserve, and orthogonal W^V and W^O
 _SHAPED: ModelOptions = {
     "skip": False,
     "norm": False,
@@ -310,17 +301,16 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # These two models are not in the paper. The first computes osa_qr without a basis. The second differentiates through QR
+    # Not in the paper: osa_qr without a basis, and with a gradient through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
-    # This model replaces the exponential of S by the Cayley transform of S
+    # The Cayley transform of S in place of the exponential
     "osa_cayley": _OSA | {"method": "cayley"},
-    # These models are for large depths. osa_shaped has the best α L of a grid (paper_outputs/studies/rates). softmax_shaped
-    # is the same model with softmax attention, and softmax_shaped_norm also has LayerNorm
+    # For large depths. The α L of osa_shaped is the best of a grid (paper_outputs/studies/rates)
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # These models have the attention of He et al. 2023. The last two have softmax attention and the skips of espa_skip
+    # The attention of He et al. 2023, and softmax attention with the skips of espa_skip
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,
@@ -330,7 +320,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# These models draw both layers of each MLP from one frame, which 72 blocks of this width need
+# Both layers of each MLP are drawn from one frame, which 72 blocks of this width need
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -338,13 +328,12 @@ MODELS |= {
     "uspa_iso": MODELS["uspa"] | _ISO,
     "vskipinit_iso": MODELS["vskipinit"] | _ISO,
 }
-# These models separate the effect of the attention from that of its initialisation. The first has softmax attention and
-# starts as in Section 4. The second has orthogonal attention and starts with Xavier weights
+# Each attention with the initialisation of the other
 MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# Models that are initialised as in Ji et al. 2025: with LayerNorm, as there, and without
+# The initialisation of Ji et al. 2025, with LayerNorm as in their paper, and without
 _JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 
@@ -356,10 +345,7 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Returns the name in `MODELS` whose options the configuration has, or None if no name fits.
-
-    If several names fit, the function returns the one with the most options.
-    """
+    """Returns the name in `MODELS` with the most options, all of which the configuration has, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)

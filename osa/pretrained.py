@@ -90,7 +90,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS_FILE).is_dir():
         raise ValueError(f"{folder} is no folder that a model can be written to: give another one")
     folder.mkdir(parents=True, exist_ok=True)
-    # safetensors writes no tensors that share memory, so these are copies
+    # copies, since safetensors writes no tensors that share memory
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     save_file(whole, folder / WEIGHTS_FILE)
     config = {"model": model_name(model.config)} | dataclasses.asdict(model.config)
@@ -143,7 +143,6 @@ def _check_unchanged(model: VisionTransformer) -> None:
 
 
 def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
-    """The type and the settings of a module, without its tensors and submodules."""
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in TRANSIENT}
     kind = parametrize.type_before_parametrizations(module)
     if kind.__module__.startswith("torch.distributed."):  # torch's `replicate` replaces the class by a subclass
@@ -156,8 +155,8 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
 
     Args:
         path: the folder, or a file with weights of the model that `create_model(name)` builds.
-        name: a name in `MODELS`, required for a file of weights. If a folder is loaded with a name, the folder's model must
-            have this name, but may have any sizes and initialisation.
+        name: a name in `MODELS`, required for a file of weights. A folder's model must have this name, but may have any
+            sizes and initialisation.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -269,7 +268,6 @@ def _remedy(folder: Path) -> str:
 
 
 def _card(model: VisionTransformer, config: ModelConfig) -> str:
-    """Returns the text of a model card in the format of the Hugging Face Hub."""
     name = model_name(config)
     attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
     count = sum(parameter.numel() for parameter in model.parameters())

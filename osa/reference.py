@@ -1,8 +1,7 @@
 """Orthogonal self-attention as the paper writes it: dense, in float64, and slow. Tests compare everything else with it.
 
-Read this module next to the paper. Every function casts its tensors to float64, or to `dtype`, and builds the N×N matrices
-that the rest of the package avoids. The functions are differentiable, so that tests compare gradients too. This module
-shares no code with the modules that it checks.
+Every function casts its tensors to float64, or to `dtype`, builds the N×N matrices that the rest of the package avoids, and
+is differentiable. This module shares no code with the modules that it checks.
 
     N           number of tokens
     d           width of the model
@@ -53,7 +52,7 @@ def newton_schulz_basis(
     """B = M_K, (..., N, 2d_v), of the Newton–Schulz iteration for M = [Q, K]: Eq. 9 as written, on N×2d_v matrices.
 
     M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k).
-    With K = 6 (Appendix D) the small singular values of M remain below 1, and B is not orthonormal.
+    After K = 6 steps (Appendix D), small singular values remain below 1, and B is not orthonormal.
     """
     m = m.to(dtype)
     basis = m / (torch.linalg.matrix_norm(m, keepdim=True) + epsilon)
@@ -66,8 +65,7 @@ def newton_schulz_basis(
 def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Tensor) -> Tensor:
     """I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, (..., N, N): Eq. 6 and 7 (Theorem 2.1).
 
-    The matrix is exp(S) if the columns of B are orthonormal, and their span contains the columns of Q and K. Otherwise
-    Theorem 3.1 bounds the error.
+    The matrix is exp(S) if B is orthonormal and spans Q and K. Otherwise Theorem 3.1 bounds the error.
     """
     small = basis.mT @ skew(query, key, scale) @ basis  # (..., r, r)
     exp_minus_identity = _exponential(small) - torch.eye(small.shape[-1]).to(small)

@@ -35,10 +35,10 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL_NORM = 64.0  # maximum ‖[S]‖_F for which [S] may multiply φ₁([S]) from either side: see `_is_small`
+SMALL_NORM = 64.0  # maximum ‖[S]‖_F of `_is_small`
 # Maximum scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used. Independent entries give about √(d/2)
 CANCELLATION = 16.0
-# Two limits of eps · scale · ‖M‖_F². Above the first, iterations are in float64. Above the second, no digit is correct
+# Limits of eps · scale · ‖M‖_F² above which iterations are in float64, and above which no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
 
@@ -63,9 +63,8 @@ def plain_attention(
 def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """exp(S) V as in Section 3, by torch's QR and matrix exponential, which autograd differentiates.
 
-    The derivative of QR contains R⁻¹, so the error of the gradient grows with the condition number of M. If M is
-    rank-deficient, the gradient is undefined: NaN, or without a correct digit. `matrix_exp` of a single matrix, also of a
-    batch of one, has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
+    The derivative of QR contains R⁻¹, so the gradient is undefined if M is rank-deficient. For a single matrix, also in a
+    batch of one, `matrix_exp` has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
     """
     m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
     basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
@@ -75,7 +74,7 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
 
 
-# Computes f(Z) Y, where f is the function with A = I + S f(S): φ₁(Z), or (I − Z/2)⁻¹ for the Cayley transform
+# Computes f(Z) Y for A = I + S f(S): φ₁(Z) Y, or (I − Z/2)⁻¹ Y for the Cayley transform
 PhiTimes = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -89,7 +88,7 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V by Gram matrices of M, or of M T (see `balanced`), or by a basis if balancing does not suffice.
 
-    If N < 2d, S is smaller than a Gram matrix. The function then uses S, unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, S is smaller than a Gram matrix, and replaces it unless Q Kᵀ and K Qᵀ nearly cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -123,9 +122,9 @@ def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -
 def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
     """Computes A V with M R⁻¹, whose columns are nearly orthonormal, in place of M. Returns NaN where precision is lost.
 
-    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹. This holds for every invertible R, so derivatives of
-    every order may treat R as a constant. With R from `gram_factor`, Z is nearly skew at any rank of M, and the error is at
-    most about eps · scale · ‖M‖_F². In ONNX, which has no Cholesky decomposition, R is I.
+    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹ for every invertible R, so derivatives of every order
+    may treat R as a constant. With R from `gram_factor`, the error is at most about eps · scale · ‖M‖_F². ONNX has no
+    Cholesky decomposition, and takes R = I.
     """
     m = balanced(m)
     if goes_to_onnx():
@@ -140,15 +139,12 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type for inputs that may lose precision, or whose values a trace hides.
-
-    It is float64 on the CPU, which takes twice the time, and otherwise the type of M.
-    """
+    """Returns the type for inputs that may lose precision: float64 on the CPU, where it takes twice the time."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
 def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """Replaces x by NaN where digits are lost, and warns. The code multiplies x by NaN, so that gradients are NaN too."""
+    """Multiplies x by NaN where digits are lost, so that gradients are NaN too, and warns."""
     if not goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
@@ -271,8 +267,8 @@ class _ByBasis(torch.autograd.Function):
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 
-    These gradients need neither the backward pass of QR nor R⁻¹, so they also hold for a rank-deficient M. With
-    create_graph=True, the gradients come from `_by_cholesky` in float64, which has the same result and higher derivatives.
+    These gradients contain no R⁻¹, so they also hold for a rank-deficient M. With create_graph=True, they come from
+    `_by_cholesky` in float64, which has higher derivatives.
     """
 
     @staticmethod

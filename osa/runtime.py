@@ -1,7 +1,6 @@
 """Helpers for torch at run time: traces and transforms, autocast and TF32, warnings from a device, a registry of kernels.
 
-Only this file uses undocumented names of torch, so that a new version of torch can break no other file. Scheduled tests run
-with the oldest and the newest supported version of torch.
+Only this file uses undocumented names of torch, so that a new version of torch can break no other file.
 """
 
 import warnings
@@ -19,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 VMAP_AND_GRAD = TransformType.Vmap, TransformType.Grad  # transforms of torch.func
-# For each function's name, a list of tests and kernels. A test is True for arguments that its kernel accepts
+# For each function's name, pairs of a test and a kernel. The test is True for arguments that the kernel accepts
 KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 
@@ -31,8 +30,7 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
 def is_eager(x: Tensor, *but: TransformType) -> bool:
     """True if operations on x run immediately: outside traces, function transforms and forward-mode derivatives.
 
-    `but` lists function transforms that are allowed. Inside any other transform the result is False, even if x is not
-    transformed.
+    A function transform counts even if x is not transformed, unless `but` lists the transform.
     """
     return not (
         torch.compiler.is_compiling()
@@ -44,11 +42,8 @@ def is_eager(x: Tensor, *but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorates a function, so that a trace takes the result of the function as a constant.
-
-    `torch.compiler.assume_constant_result` does the same, but takes seconds to import.
-    """
-    function.__dict__["_dynamo_marked_constant"] = True
+    """Decorates a function, so that a trace takes the function's result as a constant."""
+    function.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result takes seconds to import
     return function
 
 
@@ -60,7 +55,6 @@ def is_transformed() -> bool:
 
 @constant_to_a_trace  # otherwise torch.compile takes `is_in_onnx_export` as False
 def goes_to_onnx() -> bool:
-    """True while torch exports a program to ONNX."""
     return torch.onnx.is_in_onnx_export()
 
 
@@ -128,7 +122,7 @@ def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Returns a context manager that switches TF32 off on CUDA. With TF32's 10 bits, A would be orthogonal only to 10⁻³."""
+    """Switches TF32 off on CUDA. With TF32's 10 bits, A would be orthogonal only to 10⁻³."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return _ieee_products()

@@ -25,9 +25,8 @@ def orthogonal_attention_varlen(
 ) -> Tensor:
     """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as in FlashAttention.
 
-    Zeros pad the sequences to the length of the longest. Zero rows add nothing to MᵀM and MᵀV, so the output of a sequence
-    does not depend on the others, up to rounding. Every sequence takes as much memory as the longest, so pack sequences of
-    similar length together. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
+    Zeros pad the sequences to the length of the longest, so pack sequences of similar length together. Padding changes the
+    output only by rounding. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
 
     Args:
         query, key: (total, heads, d).
@@ -71,12 +70,7 @@ def _padded(x: Tensor, is_token: Tensor) -> Tensor:
 
 
 def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
-    """Returns the length of each sequence, given the offsets.
-
-    Raises:
-        TypeError: the offsets are not a tensor.
-        ValueError: the offsets do not fit the number of tokens.
-    """
+    """Returns the length of each sequence, given the offsets. Raises TypeError or ValueError if the offsets do not fit."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, not {type(cu_seqlens).__name__}: torch.as_tensor makes one")
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or not len(cu_seqlens):
@@ -90,7 +84,7 @@ def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
 
 
 def _brief(offsets: list[int]) -> str:
-    """Formats the offsets for an error message: all of them, or if more than eight, the first four and the last three."""
+    """Formats the offsets for an error message. Of more than eight, it shows the first four and the last three."""
     if len(offsets) <= 8:
         return ", ".join(map(str, offsets))
     return ", ".join([*map(str, offsets[:4]), "…", *map(str, offsets[-3:])])

@@ -20,7 +20,7 @@ from osa.runtime import uncompiled
 if TYPE_CHECKING:
     from osa.options import ModelConfig
 
-# One entry per block: its patches, or a pair of its patches and its [cls]
+# For each block its patches, or a pair of its patches and its [cls]
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]
 
 
@@ -99,13 +99,7 @@ class VisionTransformer(nn.Module):
             xavier_linear_(self.head)
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Returns the input of the first block: [cls] and embedded patches plus positions, normalised if `normalise_tokens`.
-
-        Args:
-            images: (B, C, H, W).
-
-        Returns:
-            (B, N, d).
+        """Returns the input of the first block: [cls] and embedded patches plus positions, (B, C, H, W) → (B, N, d).
 
         Raises:
             TypeError: the images are not a tensor.
@@ -157,8 +151,7 @@ class VisionTransformer(nn.Module):
             output_dict: return a dict with keys "image_features", "image_intermediates" and "image_intermediates_prefix".
 
         Returns:
-            The features (B, N, d), and a list of the outputs in the order of the blocks. `intermediates_only` and
-            `output_dict` change this.
+            The features (B, N, d), and a list of the outputs in the order of the blocks.
 
         Raises:
             ValueError: a chosen block does not exist, or the format is unknown.
@@ -199,19 +192,14 @@ class VisionTransformer(nn.Module):
         return {number % depth for number in numbers}
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d).
-
-        With `pre_logits`, returns [cls] itself, (B, d).
+        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d), or [cls] itself, (B, d), if
+        `pre_logits`.
         """
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a new one with Xavier weights, on the same device and of the same type.
-
-        With 0 classes, the model has no head.
-        """
-        # The device and the type come from [cls], because adapters may replace layers, but not this parameter.
-        token = self.cls_token
+        """Replaces the head by a new one with Xavier weights, or by none for 0 classes. Device and type stay the same."""
+        token = self.cls_token  # adapters may replace layers, but not this parameter
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)
@@ -224,7 +212,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
-        """Returns the first `num_outputs` tokens after the last block and the final norm, (B, num_outputs, d). None: all."""
+        """Returns the first `num_outputs` tokens, or all, after the last block and the final norm, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
             x = self._run_block(block, x, num_outputs if i == len(self.blocks) else None)

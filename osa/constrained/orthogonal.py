@@ -1,8 +1,8 @@
-"""Keeps weights orthogonal: by maps onto rotations, which parametrise the weights, or by a retraction after each step.
+"""Weights that stay orthogonal, by a parametrisation as rotations, or by a retraction after each step of the optimiser.
 
-Each map of `MAPS` takes the part of X (..., n, n) below the diagonal to a rotation Q(X) ∈ SO(n), or to Q(X) B if a base B
-(..., n, n) is given. All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a learning rate means the
-same step in each. To add a map, write a function and add it to `MAPS`. Only the exponential works under torch.func.
+Each map of `MAPS` takes X (..., n, n), of which only the part below the diagonal matters, to a rotation Q(X) ∈ SO(n), or to
+Q(X) B with a base B (..., n, n). All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a learning
+rate means the same step in each. Only the exponential works under torch.func.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from osa.linalg import as_batch, phi1_times, resolvent_times
 from osa.runtime import full_precision, in_own_types, without_autocast
 from osa.vit import blocks_of
 
-# W counts as orthonormal if ‖WᵀW − I‖_F is at most this number. Rounding to float32 gives about 1e-6
+# Maximum ‖WᵀW − I‖_F of an orthonormal W. Rounding to float32 gives about 1e-6
 ORTHONORMAL = 1e-4
 
 
@@ -42,16 +42,9 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
 
-    Planes with the same i + j share no index. Planes that share an index have the same order by i + j as by i and then j.
-    So 2n − 3 steps, each of up to n/2 simultaneous rotations, give the same product in 3n²(n − 1) operations. The backward
-    pass undoes the steps one by one, so that its memory is O(n²). Second derivatives raise an error.
-
-    A rotor cos(θ/2) + sin(θ/2) eᵢeⱼ of the Clifford algebra Cl(n) rotates vectors in the plane (i, j), so a layer of rotors
-    is this map too.
-
-    Example:
-        >>> gram_error(givens(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
-        True
+    Planes with the same i + j share no index, and planes that share an index have the same order by i + j. So 2n − 3 steps
+    of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass undoes the steps
+    one by one, so that its memory is O(n²). Second derivatives raise an error.
     """
     n = x.shape[-1]
     j, i = torch.tril_indices(n, n, -1, device=x.device)
@@ -62,8 +55,8 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 class _Givens(torch.autograd.Function):
     """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` rotates the rows of Wᵀ and returns W.
 
-    Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. Each step changes only rows
-    max(0, t − n + 1) to min(t, n − 1). The code reverses these rows, so that p and q trade places in every plane.
+    Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. The step changes only rows
+    max(0, t − n + 1) to min(t, n − 1). Reversing these rows exchanges p and q in every plane.
     """
 
     @staticmethod
@@ -79,8 +72,7 @@ class _Givens(torch.autograd.Function):
             exchanged = block.flip(1)
             block.mul_(cos[:, t, touched]).addcmul_(sin[:, t, touched], exchanged)
         ctx.save_for_backward(rows, cos, sin, i, j)
-        # The output is a copy, because torch.compile loses the gradient of an output that was changed in place.
-        return rows.clone().mT
+        return rows.clone().mT  # torch.compile loses the gradient of an output that was changed in place
 
     @staticmethod
     @in_own_types
@@ -100,13 +92,7 @@ class _Givens(torch.autograd.Function):
 
 @_in_float32
 def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """exp(A) = I + A φ₁(A), by matrix products alone. Reaches all of SO(n).
-
-    Example:
-        >>> q = exponential(torch.randn(8, 8, dtype=torch.float64))
-        >>> gram_error(q) < 1e-12
-        True
-    """
+    """exp(A) = I + A φ₁(A), by matrix products alone. Reaches all of SO(n)."""
     a = _skew(x)
     base = _identity(x).expand_as(x) if base is None else base
     return base + a @ phi1_times(a, base)
@@ -116,11 +102,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
     """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. Reaches every rotation without the eigenvalue −1.
 
-    `osa.linalg.resolvent_times` computes the inverse. Second derivatives raise an error.
-
-    Example:
-        >>> gram_error(cayley(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
-        True
+    Second derivatives raise an error.
     """
     return _Cayley.apply(x, _identity(x) if base is None else base)
 
@@ -151,13 +133,8 @@ class _Cayley(torch.autograd.Function):
 def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Reaches almost all of SO(n).
 
-    The determinant is (−1)ⁿ (−1)ⁿ = 1. The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV)
-    (Joffrain et al. 2006). Fewer than n − 1 reflections could not reach almost all of SO(n). Second derivatives
-    raise an error.
-
-    Example:
-        >>> gram_error(householder(torch.randn(8, 8, dtype=torch.float64))) < 1e-12
-        True
+    The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain et al. 2006). Second
+    derivatives raise an error.
     """
     return _Householder.apply(x, _identity(x) if base is None else base)
 
@@ -172,7 +149,7 @@ class _Householder(torch.autograd.Function):
         triangle = _upper(v.mT @ v)
         right = torch.linalg.solve_triangular(triangle, v.mT @ base, upper=True)  # M
         ctx.save_for_backward(v, triangle, right, base)
-        return v @ right - base  # a new tensor: torch.compile loses the gradient of an output that was changed in place
+        return v @ right - base
 
     @staticmethod
     @in_own_types
@@ -205,8 +182,8 @@ MAPS: dict[Map, Callable[..., Tensor]] = {
 class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
-    The n(n − 1)/2 numbers of X below the diagonal are the parameter. X starts at 0, which leaves the weight unchanged to the
-    bit. The sign of det W is always that of det B. Weight decay on X pulls the weight towards B, and keeps it orthogonal.
+    The parameter is the n(n − 1)/2 numbers of X below the diagonal. X starts at 0, which leaves the weight unchanged to the
+    bit. The sign of det W is always that of det B. Weight decay on X pulls W towards B.
 
     Args:
         name: one of `MAPS`.
@@ -260,8 +237,6 @@ def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
 def gram_error(weight: Tensor) -> float:
     """The maximum of ‖WᵀW − I‖_F over the batch, or of ‖WWᵀ − I‖_F if W is wide, in float64.
 
-    For a single matrix, the result is the square root of `osa.constrained.penalties.gram_penalty`.
-
     Example:
         >>> gram_error(torch.eye(16))
         0.0
@@ -272,10 +247,9 @@ def gram_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """True if the columns of W, or the rows of a wide W, are orthonormal.
+    """True if the columns of W, or the rows of a wide W, are orthonormal up to `ORTHONORMAL` or the rounding error of W.
 
-    W passes if `gram_error` is at most `ORTHONORMAL` or the rounding error of W's type, whichever is larger. A weight with
-    a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
+    A weight with a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
     rounding = torch.finfo(weight.dtype).eps * min(weight.shape[-2:]) ** 0.5
     return weight.is_meta or gram_error(weight) <= max(ORTHONORMAL, rounding)
@@ -300,9 +274,8 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
     """Returns W, orthonormal, after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
-    exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998), which is orthogonal attention (Eq. 5) with query K and
-    with W as key and value, in time O(m k² + k³). A step U ∝ W, such as decoupled weight decay, has no effect. A
-    Newton–Schulz step, W (3I − WᵀW)/2, then removes the rounding error, which would otherwise grow from step to step.
+    exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998). This is orthogonal attention (Eq. 5) with query K, and
+    with W as key and value, in time O(m k² + k³). A step U ∝ W, such as decoupled weight decay, has no effect.
 
     Args:
         weight, step: W and U, (..., m, k). If m < k, the rows of W are orthonormal.
@@ -323,12 +296,12 @@ def retract(weight: Tensor, step: Tensor) -> Tensor:
 
 # Constraints on the weights of a model
 
-Views = tuple[Tensor, ...]  # views of weights, (count, rows, d) each; the rows of all views, stacked, are orthonormal
+Views = tuple[Tensor, ...]  # views of weights, (count, rows, d) each, whose stacked rows are orthonormal
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Groups of projections of an attention layer. The stacked weights of a group are orthonormal.
+    """Groups of projections of an attention layer: the stacked weights of a group are orthonormal.
 
     If `per_head`, each head has a stack of its own. Otherwise, whole matrices are stacked.
     """
@@ -341,10 +314,7 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Returns a tuple for each group, with a view of each weight: (num_heads, d_v, d) if `per_head`, else (1, d, d).
-
-        If `per_head`, the view of W^O is transposed.
-        """
+        """Returns a tuple for each group, with a view of each weight: (num_heads, d_v, d) if `per_head`, else (1, d, d)."""
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
     def _rows(self, attention: nn.Module, part: str) -> Tensor:
@@ -369,8 +339,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, which then parametrises the weights, or "retraction". With "retraction", wrap every step of the
-            optimiser in `StiefelConstraint.project_step`.
+        by: one of `MAPS`, which then parametrises the weights, or "retraction", for training with `StiefelConstraint`.
 
     Raises:
         ValueError: the constraint is unknown, `by` is a map and the constraint applies to heads, or a weight is not a
@@ -393,7 +362,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     """Returns the weights that a constraint names, of every block.
 
     Raises:
-        ValueError: the constraint is unknown, or a weight is not a parameter, so that it cannot be written to.
+        ValueError: the constraint is unknown, or a weight is not a parameter.
     """
     attentions, weights = [block.attention for block in blocks_of(model)], []
     for part in _constraint(name).parts:
@@ -406,9 +375,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps weights orthonormal while any optimiser trains them. `constrain_` must have made them orthonormal.
-
-    Every step looks the weights up in the model, because the model may have moved to another device or type.
+    """Keeps the weights of a constraint orthonormal while any optimiser trains them. `constrain_` must come first.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -423,7 +390,9 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Returns a tuple for each group of the constraint: the views of the group's weights in every block."""
+        """Looks up the views of each group's weights in every block anew, because the model may have moved to another
+        device.
+        """
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

@@ -1,7 +1,5 @@
-"""Orthogonality as a term of the loss: penalties ‖WᵀW − I‖_F² on attention matrices and weights (Zhang et al. 2021, *On
-Orthogonality Constraints for Transformers*).
-
-To add a penalty, add an entry to `PENALTIES`. Its terms are functions of a block and of the input of the block's attention.
+"""Penalties on attention matrices and weights that are not orthogonal (Zhang et al. 2021, *On Orthogonality Constraints for
+Transformers*).
 """
 
 from collections.abc import Callable
@@ -18,8 +16,7 @@ from osa.vit import blocks_of
 def gram_penalty(weight: Tensor) -> Tensor:
     """Σ (σᵢ² − 1)² over the singular values of W, summed over the batch.
 
-    It is the minimum of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F². The two differ by the constant |m − n|, so both have the gradient
-    4 W (WᵀW − I). The penalty is 0 if the columns or the rows of W are orthonormal.
+    The sum is the minimum of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², which differ by |m − n|. Its gradient is 4 W (WᵀW − I).
 
     Args:
         weight: (..., m, n).
@@ -37,17 +34,10 @@ def gram_penalty(weight: Tensor) -> Tensor:
 
 
 def attention_penalty(a: Tensor) -> Tensor:
-    """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch.
+    """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch, for A (B, num_heads, N, N).
 
-    The penalty of an orthogonal A is 0. The penalty of a row-stochastic A is 0 only if A is a permutation. It is at most
-    N(N − 1), which it reaches if all rows of A are the same unit vector. Uniform attention is a saddle point with the
-    penalty N − 1. The penalty costs N³ multiply–adds per head.
-
-    Args:
-        a: (B, num_heads, N, N).
-
-    Returns:
-        ().
+    A row-stochastic A has penalty 0 only if A is a permutation, and N(N − 1) at most, if all rows are the same unit vector.
+    Uniform attention is a saddle point with penalty N − 1.
     """
     return gram_penalty(a) / len(a)
 
@@ -55,8 +45,7 @@ def attention_penalty(a: Tensor) -> Tensor:
 def projection_penalty(attention: Attention, *, separate: bool = False) -> Tensor:
     """L_LA = ‖PᵀP − I‖_F² with P = [W^Q; W^K; W^V; W^O], (4d, d), the concatenation of `nn.Linear.weight` (Section 2.1).
 
-    The penalty is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say along which dimension the weights are
-    concatenated. With the weights side by side, (d, 4d), the condition would be Σ WᵢWᵢᵀ = I.
+    The penalty is 0 if Σ WᵢᵀWᵢ = I over the four weights. The paper does not say along which dimension it concatenates them.
 
     Args:
         separate: return the sum of the four ‖WᵢᵀWᵢ − I‖_F² instead, which is 0 if each weight is orthogonal.
@@ -66,17 +55,14 @@ def projection_penalty(attention: Attention, *, separate: bool = False) -> Tenso
 
 
 def mlp_penalty(mlp: TwoLayers) -> Tensor:
-    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), less the constant |hidden − d|.
-
-    SUO (Section 4.4 of *Orthogonal Self-Attention*) starts with M₁ᵀM₁ = (hidden/d) I, from which the penalty pulls M₁ away.
-    """
+    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), less the constant |hidden − d|."""
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 
 
 def head_penalty(attention: Attention) -> Tensor:
     """The sum of `gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ over all heads.
 
-    It is 0 for the initialisation of Section 4 of *Orthogonal Self-Attention*.
+    The initialisation of Section 4 of *Orthogonal Self-Attention* has penalty 0.
     """
     query, key, value, out = (
         weight.unflatten(0, (attention.num_heads, -1))  # (h, d_v, d)
@@ -85,7 +71,7 @@ def head_penalty(attention: Attention) -> Tensor:
     return gram_penalty(torch.cat([query, key], dim=1)) + gram_penalty(value) + gram_penalty(out)
 
 
-Term = Callable[[Block, Tensor], Tensor]
+Term = Callable[[Block, Tensor], Tensor]  # of a block, and of the input of its attention
 
 AM: Term = lambda block, x: attention_penalty(attention_matrix(block.attention, x))  # noqa: E731
 LA: Term = lambda block, x: projection_penalty(block.attention)  # noqa: E731
@@ -101,18 +87,14 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 
 
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the output of the model, and a penalty summed over its blocks.
+    """Returns the output of the model, and a penalty, (), summed over its blocks.
 
-    A penalty on attention matrices computes the matrices again from the inputs of the attention layers. This takes N²
-    memory per head.
+    A penalty on attention matrices computes them again from the inputs of the attention layers, in N² memory per head.
 
     Args:
         model: a model with `blocks`, each with an `attention` and an `mlp`, or its wrapper, such as DistributedDataParallel.
         images: input of the model.
         name: one of `PENALTIES`.
-
-    Returns:
-        The output, and the penalty, ().
 
     Raises:
         ValueError: the penalty is unknown, the model has no blocks, or hooks do not run, as under torch.compile.

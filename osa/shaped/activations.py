@@ -1,7 +1,4 @@
-"""Activation functions φ shaped for the depth of a network. The moments of φ are Python floats.
-
-The shaped functions have E φ(z)² = 1 for z ~ N(0, 1).
-"""
+"""Activation functions φ shaped for the depth of a network. The moments of φ are Python floats."""
 
 import functools
 import math
@@ -68,12 +65,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1). This factor on the weight after φ restores the mean square 1 (He et al. 2023, H.1).
-
-    Example:
-        >>> round(gain(gelu), 3)
-        1.534
-    """
+    """1/√E φ(z)² for z ~ N(0, 1). This factor on the weight after φ restores the mean square 1 (He et al. 2023, H.1)."""
     return 1 / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 

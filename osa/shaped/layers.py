@@ -14,8 +14,8 @@ class SignalPreservingSelfAttention(SelfAttention):
         heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
 
     D is the diagonal matrix of the row sums of A. D and log P are fixed. Where A is 0, log P is the lowest finite float.
-    Initially W^Q = 0, so that heads_i = A V_i. W^V and W^O are each one orthogonal matrix, so that the layer maps X to A X W
-    with an orthogonal W. The layer has no biases.
+    Initially W^Q = 0, so that heads_i = A V_i, and W^V and W^O are orthogonal, so that the layer maps X to A X W with an
+    orthogonal W. The layer has no biases.
 
     Args:
         embed_dim: d.

@@ -90,8 +90,8 @@ def signal_preserving_attention(
 ) -> Tensor:
     """Returns the attention matrices A_1, …, A_L of U-SPA (uniform kernels) or E-SPA (exponential kernels).
 
-    If a fraction r of the tokens repeats others, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from
-    ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
+    If a fraction r of the tokens repeats others, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from ρ_0 =
+    r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
 
     Args:
         kernel: one of `KERNEL_KINDS`.
@@ -109,10 +109,6 @@ def signal_preserving_attention(
 
     Raises:
         ValueError: an argument has an impossible value.
-
-    Example:
-        >>> signal_preserving_attention("exponential", num_tokens=50, depth=36, last=0.2).shape
-        torch.Size([36, 50, 50])
     """
     if num_tokens < 1 or depth < 1:
         raise ValueError(f"num_tokens and depth must be 1 or more, not {num_tokens} and {depth}")

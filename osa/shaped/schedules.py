@@ -1,6 +1,6 @@
 """Kernels of tokens, Σ = X Xᵀ/d, and their schedules over the blocks (He et al. 2023, Section 3.2 and Appendix C).
 
-Kernels are float64 and on the CPU, whatever the default device.
+All tensors are float64 and on the CPU, whatever the default device.
 """
 
 import itertools
@@ -17,12 +17,12 @@ MAX_GAMMA = 12.0  # maximum γ: above 12, 1 − e^{−2γ} is too near 1 for acc
 
 
 def eye(num_tokens: int) -> Tensor:
-    """I, (N, N), float64."""
+    """I, (N, N)."""
     return torch.eye(num_tokens, dtype=torch.float64, device="cpu")
 
 
 def positions(num_tokens: int) -> Tensor:
-    """0, …, N − 1, float64."""
+    """0, …, N − 1."""
     return torch.arange(num_tokens, dtype=torch.float64, device="cpu")
 
 
@@ -40,12 +40,7 @@ def exponential_kernel(num_tokens: int, gamma: float) -> Tensor:
 
 
 def uniform_schedule(depth: int, last: float, first: float = 0.0) -> list[float]:
-    """Returns ρ_0, …, ρ_L from `first` to `last`, linear in depth (Appendix C).
-
-    Example:
-        >>> uniform_schedule(depth=4, last=0.5)
-        [0.0, 0.125, 0.25, 0.375, 0.5]
-    """
+    """Returns ρ_0, …, ρ_L from `first` to `last`, linear in depth (Appendix C)."""
     if not 0 <= first <= last < 1:
         raise ValueError(f"a uniform kernel needs 0 <= first <= last < 1, not {first} and {last}")
     return [first + (last - first) * block / depth for block in range(depth + 1)]
@@ -66,16 +61,12 @@ def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float
     """Returns the schedule that attention f must follow so that the normalised skip α x + √(1 − α²) f(x) follows `schedule`.
 
     For uniform kernels the result is exactly (ρ_l − α² ρ_{l−1})/(1 − α²) (Section 3.4). For exponential kernels γ solves
-    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}). This equation neglects a term of
-    Eq. 23 (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
+    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}). This equation neglects a term of Eq.
+    23 (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
 
     Args:
-        kernel: one of `KERNEL_KINDS`.
-        schedule: ρ or γ of blocks 0 to L.
+        schedule: ρ or γ of blocks 0 to L. The result has blocks 1 to L.
         shortcut: α, or 0 for no skip.
-
-    Returns:
-        ρ or γ of blocks 1 to L.
 
     Raises:
         ValueError: α is so large that no kernel solves the equation.

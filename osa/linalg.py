@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from osa.runtime import in_own_types, is_eager, is_readable, kernel, recorded_grad
+from osa.runtime import in_own_types, is_readable, kernel, recorded_grad
 
 Scale = float | Tensor  # factor of Q Kᵀ − K Qᵀ
 
@@ -60,7 +60,7 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
     norm = torch.linalg.matrix_norm(x).clamp(min=torch.finfo(m.dtype).tiny)[..., None, None]  # (..., 1, 1)
     x = x + torch.finfo(m.dtype).eps * norm * torch.eye(*x.shape[-2:], dtype=x.dtype, device=x.device)
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps * norm.square()
-    identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    identity = identity_like(x)
     for added in (shift, torch.zeros_like(shift)):
         gram = x.mT @ x + added * identity  # (..., n, n); not in place, because autograd needs the terms
         factor = torch.linalg.cholesky_ex(gram).L
@@ -84,11 +84,11 @@ def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
 
 def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
     """G_0 to G_K, (b, n, n) each."""
-    grams, add_product = [gram], Tensor.baddbmm_ if is_eager(gram) else Tensor.baddbmm  # vmap has no baddbmm_
+    grams = [gram]
     for _ in range(num_iterations):
         square = torch.bmm(gram, gram)
         difference = torch.sub(gram, square, alpha=2 / 3)
-        gram = add_product(difference, gram, square, beta=2.25, alpha=0.25)  # ¼ (9G − 6G² + G³) = G T²
+        gram = torch.baddbmm(difference, gram, square, beta=2.25, alpha=0.25)  # ¼ (9G − 6G² + G³) = G T²
         grams.append(gram)
     return grams
 
@@ -133,7 +133,7 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
     for k in range(num_iterations):
         a, b, c = POLAR_EXPRESS[min(k, len(POLAR_EXPRESS) - 1)]
         t = b * gram + c * gram @ gram
-        t = t + a * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        t = t + a * identity_like(gram)
         gram = gram @ t @ t
     return gram
 
@@ -170,8 +170,7 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
         is_lost = square_moduli(z) > 2 * _MAX_RADIUS**2
         y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # NaN if ρ may be too large for the doublings
     z = z / 2**doublings
-    identity = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device)
-    phi = _taylor(identity, z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
+    phi = _taylor(identity_like(z), z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
     result, expm1 = torch.bmm(phi, y), torch.bmm(z, phi)  # φ₁(Z) Y and e^Z − I
     for k in range(doublings):
         if k > 0:
@@ -190,7 +189,7 @@ def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
         y: (..., n, m), the same batch dimensions.
     """
-    w = torch.eye(z.shape[-1], dtype=z.dtype, device=z.device) - z / 2
+    w = identity_like(z) - z / 2
     return solve_by_cholesky(w, y) if z.device.type == "cuda" else torch.linalg.solve_ex(w, y).result
 
 
@@ -241,8 +240,7 @@ def gram_factor(gram: Tensor) -> Tensor:
     """
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)  # ‖M‖_F²
     shift = gram.shape[-1] * torch.finfo(gram.dtype).eps * size + torch.finfo(gram.dtype).tiny
-    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    return torch.linalg.cholesky_ex(gram + shift * identity).L.mT
+    return torch.linalg.cholesky_ex(gram + shift * identity_like(gram)).L.mT
 
 
 def balanced(m: Tensor) -> Tensor:
@@ -282,6 +280,11 @@ def apply_j(x: Tensor) -> Tensor:
 def as_batch(x: Tensor) -> Tensor:
     """(..., N, d) → (b, N, d)."""
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+
+
+def identity_like(x: Tensor) -> Tensor:
+    """I of the size of the last dimension of x, in the type and on the device of x."""
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
 def _spectral_radius(square: Tensor) -> float:

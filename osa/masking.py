@@ -82,7 +82,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 def check_condition(condition: Tensor, message: str) -> None:
     """Raises ValueError if the condition, (), is false. If its value cannot be read, the device raises an error later."""
-    if not is_eager(condition) or is_captured(condition):
+    if not is_eager() or is_captured(condition):
         assert_later(condition, message)
     elif has_values(condition) and not condition.is_meta and not condition:
         raise ValueError(message)

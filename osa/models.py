@@ -41,14 +41,7 @@ from osa.options import (
     check_model,
     did_you_mean,
 )
-from osa.shaped.activations import (
-    ShapedGELU,
-    dks_gelu,
-    gain,
-    gelu,
-    gelu_tanh,
-    linear_share,
-)
+from osa.shaped.activations import dks_gelu, gain, gelu, gelu_tanh, linear_share
 from osa.shaped.layers import SignalPreservingSelfAttention, ValueSkipInitSelfAttention
 from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
@@ -89,24 +82,8 @@ def _value_skipinit_attention(config: ModelConfig) -> LayerAndInit:
     return lambda _: ValueSkipInitSelfAttention(config.embed_dim, config.num_heads), init_value_skipinit_attention_
 
 
-def _ji(config: ModelConfig) -> Initialise:
-    return init_ji_attention_ if config.norm else partial(init_ji_attention_, scale=1.0)
-
-
-def _section_4(config: ModelConfig) -> Initialise:
-    return partial(init_orthogonal_attention_, joint_value_output=config.joint_value_output)
-
-
 def _xavier_attention(config: ModelConfig) -> Initialise:
     return partial(init_softmax_attention_, fused_qkv=config.xavier_fused_qkv, joint_value_output=config.joint_value_output)
-
-
-def _suo_mlp(config: ModelConfig, gain: float) -> Initialise:
-    return partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain)
-
-
-def _shaped(activation: ShapedGELU) -> Activation:
-    return activation, 1.0, linear_share(activation.of_number)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -120,26 +97,22 @@ ATTENTION: dict[AttentionKind, Callable[[ModelConfig], LayerAndInit]] = {
     "value_skipinit": _value_skipinit_attention,
 }
 ATTENTION_INIT: dict[AttentionInit, Callable[[ModelConfig], Initialise]] = {
-    "section_4": _section_4,
+    "section_4": lambda config: partial(init_orthogonal_attention_, joint_value_output=config.joint_value_output),
     "xavier": _xavier_attention,
-    "ji": _ji,
+    "ji": lambda config: init_ji_attention_ if config.norm else partial(init_ji_attention_, scale=1.0),
 }
 MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {  # of gain and κ of the activation, too
-    "suo": lambda config, gain, kappa: _suo_mlp(config, 1.0),
+    "suo": lambda config, gain, kappa: partial(init_suo_mlp_, transposed=config.suo_transposed),
     "xavier": lambda config, gain, kappa: init_xavier_mlp_,
-    "shaped": lambda config, gain, kappa: _suo_mlp(config, gain),
+    "shaped": lambda config, gain, kappa: partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
 ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # of the depth
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
-    "dks_gelu": lambda depth: _shaped(dks_gelu(depth)),
+    "dks_gelu": lambda depth: (dks_gelu(depth), 1.0, linear_share(dks_gelu(depth).of_number)),
 }
-PATCH_EMBEDDING_INIT: dict[str, Initialise] = {
-    "xavier": xavier_linear_,
-    "torch": torch_linear_,
-    "lecun": lecun_linear_,
-}
+PATCH_EMBEDDING_INIT: dict[str, Initialise] = {"xavier": xavier_linear_, "torch": torch_linear_, "lecun": lecun_linear_}
 HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 
 

@@ -34,15 +34,7 @@ class SelfAttention(nn.Module):
     value: nn.Linear
     out: nn.Linear
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        bias: bool,
-        device: Device = None,
-        dtype: Dtype = None,
-    ) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, *, bias: bool, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads {num_heads} must divide embed_dim {embed_dim}")
@@ -124,7 +116,7 @@ def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     if attn_mask.shape != x.shape[:-1] or attn_mask.dtype != torch.bool:
         expected, given = tuple(x.shape[:-1]), f"{attn_mask.dtype}, {tuple(attn_mask.shape)}"
         raise ValueError(f"attn_mask must be boolean, {expected}, or have three dimensions or more, not {given}")
-    if is_eager(attn_mask) and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
+    if is_eager() and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
         lower = torch.ones_like(attn_mask).tril()
         check_condition(
             (attn_mask != lower).any() & (attn_mask == lower).any(),  # False for the triangle and for its complement
@@ -376,13 +368,15 @@ class SoftmaxSelfAttention(SelfAttention):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        mask = first_rows(attn_mask, num_outputs)
-        return F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
+        return softmax_attention(query, key, value, num_outputs, attn_mask)
 
 
-def first_rows(attn_mask: Tensor | None, num_outputs: int | None) -> Tensor | None:
-    """Returns the rows of a mask (..., 1 or N, N) for the first `num_outputs` queries."""
-    return attn_mask if attn_mask is None else attn_mask[..., :num_outputs, :]
+def softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None
+) -> Tensor:
+    """softmax(Q_i K_iᵀ/√d_v) V_i of the first `num_outputs` queries, with a mask (..., 1 or N, N)."""
+    mask = attn_mask if attn_mask is None else attn_mask[..., :num_outputs, :]
+    return F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
 
 
 class MLP(nn.Module):

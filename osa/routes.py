@@ -14,6 +14,7 @@ from osa.linalg import (
     as_batch,
     balanced,
     gram_factor,
+    identity_like,
     imbalance,
     is_balanced,
     newton_schulz_gram,
@@ -70,8 +71,7 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
     query, key = (basis.mT @ m).chunk(2, dim=-1)  # BᵀQ and BᵀK, (..., r, d): Eq. 7 without the N×N matrix S
     small = scale * (query @ key.mT - key @ query.mT)  # [S] = BᵀSB, (..., r, r)
-    identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
-    return value + basis @ ((torch.linalg.matrix_exp(small) - identity) @ (basis.mT @ value))  # Eq. 6, times V
+    return value + basis @ ((torch.linalg.matrix_exp(small) - identity_like(small)) @ (basis.mT @ value))  # Eq. 6, times V
 
 
 # Computes f(Z) Y for A = I + S f(S): φ₁(Z) Y, or (I − Z/2)⁻¹ Y for the Cayley transform

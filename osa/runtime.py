@@ -27,11 +27,8 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
     return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
 
 
-def is_eager(x: Tensor, *but: TransformType) -> bool:
-    """True if operations on x run immediately: outside traces, function transforms and forward-mode derivatives.
-
-    A function transform counts even if x is not transformed, unless `but` lists the transform.
-    """
+def is_eager(*but: TransformType) -> bool:
+    """True outside traces, forward-mode derivatives and function transforms, except for the transforms in `but`."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -75,12 +72,12 @@ def is_captured(x: Tensor) -> bool:
 
 def is_recorded(*inputs: Tensor) -> bool:
     """True if autograd records operations on the inputs, outside traces and function transforms."""
-    return all(map(is_eager, inputs)) and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return is_eager() and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def is_readable(x: Tensor) -> bool:
     """True if x has values that can be read without waiting for an accelerator."""
-    return x.device.type == "cpu" and is_eager(x) and has_values(x)
+    return x.device.type == "cpu" and is_eager() and has_values(x)
 
 
 def assert_later(condition: Tensor, message: str) -> None:

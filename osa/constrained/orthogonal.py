@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from osa.constrained.names import RETRACTION, HeadConstraint, Map, WholeConstraint
 from osa.functional import orthogonal_attention
-from osa.linalg import as_batch, phi1_times, resolvent_times
+from osa.linalg import as_batch, identity_like, phi1_times, resolvent_times
 from osa.runtime import full_precision, in_own_types, without_autocast
 from osa.vit import blocks_of
 
@@ -94,7 +94,7 @@ class _Givens(torch.autograd.Function):
 def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
     """exp(A) = I + A φ₁(A), by matrix products alone. Reaches all of SO(n)."""
     a = _skew(x)
-    base = _identity(x).expand_as(x) if base is None else base
+    base = identity_like(x).expand_as(x) if base is None else base
     return base + a @ phi1_times(a, base)
 
 
@@ -104,7 +104,7 @@ def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
 
     Second derivatives raise an error.
     """
-    return _Cayley.apply(x, _identity(x) if base is None else base)
+    return _Cayley.apply(x, identity_like(x) if base is None else base)
 
 
 class _Cayley(torch.autograd.Function):
@@ -113,7 +113,7 @@ class _Cayley(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
         a = _skew(x)
-        inverse = resolvent_times(a, _identity(a).expand_as(a))
+        inverse = resolvent_times(a, identity_like(a).expand_as(a))
         half_way = inverse @ base
         ctx.save_for_backward(inverse, half_way)
         return 2 * half_way - base
@@ -136,7 +136,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
     The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain et al. 2006). Second
     derivatives raise an error.
     """
-    return _Householder.apply(x, _identity(x) if base is None else base)
+    return _Householder.apply(x, identity_like(x) if base is None else base)
 
 
 class _Householder(torch.autograd.Function):
@@ -243,7 +243,7 @@ def gram_error(weight: Tensor) -> float:
     """
     w = weight.detach().double()
     w = w.mT if w.shape[-2] < w.shape[-1] else w
-    return torch.linalg.matrix_norm(w.mT @ w - _identity(w.mT @ w)).max().item()
+    return torch.linalg.matrix_norm(w.mT @ w - identity_like(w.mT @ w)).max().item()
 
 
 def is_orthonormal(weight: Tensor) -> bool:
@@ -425,7 +425,3 @@ def _write(views: Views, weight: Tensor) -> None:
 def _skew(x: Tensor) -> Tensor:
     below = x.tril(-1)
     return below - below.mT
-
-
-def _identity(x: Tensor) -> Tensor:
-    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)

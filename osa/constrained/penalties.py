@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from osa.constrained.names import Penalty
 from osa.init import Attention, TwoLayers
+from osa.linalg import identity_like
 from osa.modules import Block, attention_matrix
 from osa.vit import blocks_of
 
@@ -30,7 +31,7 @@ def gram_penalty(weight: Tensor) -> Tensor:
     """
     wide = weight.shape[-2] < weight.shape[-1]
     gram = weight @ weight.mT if wide else weight.mT @ weight
-    return (gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)).square().sum()
+    return (gram - identity_like(gram)).square().sum()
 
 
 def attention_penalty(a: Tensor) -> Tensor:

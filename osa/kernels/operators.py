@@ -63,7 +63,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
         return False
-    if not all(_is_whole(x, *VMAP_AND_GRAD) for x in (*tensors, scale) if isinstance(x, Tensor)):
+    if not _is_whole(*VMAP_AND_GRAD):
         return False
     dtypes = query.dtype, key.dtype, value.dtype
     operator = _find(method, *tensors)
@@ -78,7 +78,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
 
 def fits_phi1(z: Tensor, y: Tensor) -> bool:
     """True if `phi1_times` accepts these matrices."""
-    if not all(x.dtype == torch.float32 and x.numel() and _is_whole(x) for x in (z, y)):
+    if not (_is_whole() and all(x.dtype == torch.float32 and x.numel() for x in (z, y))):
         return False
     if z.shape[-1] > short.MAX_PHI1_ROWS:
         return False
@@ -276,9 +276,9 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
     return None
 
 
-def _is_whole(x: Tensor, *but: TransformType) -> bool:
-    """True if operations on x run immediately, apart from transforms in `but`, or under torch.compile without transforms."""
-    return not is_transformed() if torch.compiler.is_compiling() else is_eager(x, *but)
+def _is_whole(*but: TransformType) -> bool:
+    """True if operations run immediately, apart from transforms in `but`, or under torch.compile without transforms."""
+    return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 
 _VERDICTS: dict[tuple, bool] = {}  # arguments of `_agrees` → result

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from osa.init import init_signal_preserving_attention_, init_value_skipinit_attention_
-from osa.modules import Device, Dtype, SelfAttention, first_rows
+from osa.modules import Device, Dtype, SelfAttention, softmax_attention
 
 
 class SignalPreservingSelfAttention(SelfAttention):
@@ -74,6 +74,5 @@ class ValueSkipInitSelfAttention(SelfAttention):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        mask = first_rows(attn_mask, num_outputs)
-        heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
+        heads = softmax_attention(query, key, value, num_outputs, attn_mask)
         return self.shortcut[:, None, None] * value[:, :, :num_outputs] + self.residual[:, None, None] * heads

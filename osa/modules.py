@@ -27,13 +27,6 @@ class SelfAttention(nn.Module):
     weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product with the concatenated heads.
     """
 
-    embed_dim: int
-    num_heads: int
-    query: nn.Linear
-    key: nn.Linear
-    value: nn.Linear
-    out: nn.Linear
-
     def __init__(self, embed_dim: int, num_heads: int, *, bias: bool, device: Device = None, dtype: Dtype = None) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads:

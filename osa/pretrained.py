@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from osa.masking import DTYPES
 from osa.models import build_vit, create_model
-from osa.options import MODELS, ModelConfig, check_model, model_name
+from osa.options import MODELS, check_model, model_name
 from osa.vit import VisionTransformer, unwrapped
 
 CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
@@ -96,7 +96,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     config = {"model": model_name(model.config)} | dataclasses.asdict(model.config)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if not (folder / CARD_FILE).exists():
-        (folder / CARD_FILE).write_text(_card(model, model.config), encoding="utf-8")
+        (folder / CARD_FILE).write_text(_card(model), encoding="utf-8")
 
 
 def _check_whole(model: nn.Module) -> None:
@@ -177,8 +177,10 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
     _check_link(path)
     if path.name in (WEIGHTS_FILE, CONFIG_FILE) and path.with_name(CONFIG_FILE).exists():
         path = path.parent
-    model = _from_name(path, name) if path.is_file() else _from_folder(path, name)
-    weights = path if path.is_file() else path / WEIGHTS_FILE
+    if path.is_file():
+        model, weights, whose = _from_name(path, name), path, f"create_model({name!r})"
+    else:
+        model, weights, whose = _from_folder(path, name), path / WEIGHTS_FILE, "its configuration"
     try:
         state = load_file(weights)
     except SafetensorError as error:
@@ -188,7 +190,6 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         first = textwrap.shorten(str(error).splitlines()[1], 200)
-        whose = f"create_model({name!r})" if path.is_file() else "its configuration"
         raise ValueError(f"the weights of {path} and {whose} disagree: {first}") from None
     return model.eval()
 
@@ -267,7 +268,8 @@ def _remedy(folder: Path) -> str:
     return f"; the folder has {', '.join(files)}: give the path of one, and its name" if files else ""
 
 
-def _card(model: VisionTransformer, config: ModelConfig) -> str:
+def _card(model: VisionTransformer) -> str:
+    config = model.config
     name = model_name(config)
     attention = {"orthogonal": "orthogonal self-attention", "softmax": "softmax attention"}
     count = sum(parameter.numel() for parameter in model.parameters())

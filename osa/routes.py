@@ -105,7 +105,8 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
         gram = _gram(m)
         if not is_balanced(gram, scale):
             return _by_basis(function, *(x.double() for x in (query, key, value, scale)))
-    return _by_gram(m, value, scale, partial(_mixing, function), gram)
+    mixing = partial(_mixing, function)
+    return (_ByGram.apply if is_recorded(m, value, scale) else _by_differentiable_gram)(m, value, scale, mixing, gram)
 
 
 @torch.no_grad()
@@ -171,7 +172,7 @@ def _iterated(
     if not is_readable(m) or (_square_size(m, scale) * torch.finfo(m.dtype).eps > FLOAT64_ABOVE).any():
         m, value, scale = (x.to(_safe_dtype(m)) for x in (m, value, scale))
         scale = _nan_where(_square_size(m, scale) * torch.finfo(m.dtype).eps > NO_DIGIT_ABOVE, scale)
-    return _by_gram(m, value, scale, mixing)
+    return (_ByGram.apply if is_recorded(m, value, scale) else _by_differentiable_gram)(m, value, scale, mixing, None)
 
 
 def _square_size(m: Tensor, scale: Tensor) -> Tensor:
@@ -196,14 +197,8 @@ def _gram(m: Tensor) -> Tensor:
     return torch.bmm(m.mT, m)
 
 
-def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
-    """Computes A V from M (b, N, 2d), V (b, N, d_value) and Gram matrices. `gram` is MᵀM without a gradient, if known."""
-    if is_recorded(m, v, scale):
-        return _ByGram.apply(m, v, scale, mixing, _gram(m) if gram is None else gram)
-    return _by_differentiable_gram(m, v, scale, mixing, gram)
-
-
 def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
+    """Computes A V from M (b, N, 2d), V (b, N, d_value) and Gram matrices. `gram` is MᵀM, if known."""
     gram = torch.bmm(m.mT, m) if gram is None else gram
     return torch.baddbmm(v, m, mixing(gram, torch.bmm(m.mT, v), scale))
 
@@ -212,7 +207,8 @@ class _ByGram(torch.autograd.Function):
     """`_by_differentiable_gram` with a backward pass of five large products; autograd differentiates the small matrices."""
 
     @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor) -> Tensor:
+    def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None) -> Tensor:
+        gram = _gram(m) if gram is None else gram
         with torch.enable_grad():
             small = [x.detach().requires_grad_() for x in (gram, torch.bmm(m.mT, v), scale)]
             mixed = mixing(*small)

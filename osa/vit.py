@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from osa.init import init_xavier_mlp_, truncated_normal_, xavier_linear_
 from osa.modules import MLP, Block
-from osa.options import NORM_EPS
+from osa.options import NORM_EPS, ModelConfig
 from osa.runtime import uncompiled
-
-if TYPE_CHECKING:
-    from osa.options import ModelConfig
 
 # For each block its patches, or a pair of its patches and its [cls]
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]
@@ -51,7 +48,7 @@ class VisionTransformer(nn.Module):
         torch.Size([8, 10])
     """
 
-    config: "ModelConfig"  # set by `build_vit`
+    config: ModelConfig  # set by `build_vit`
 
     def __init__(
         self,
@@ -192,9 +189,7 @@ class VisionTransformer(nn.Module):
         return {number % depth for number in numbers}
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d), or [cls] itself, (B, d), if
-        `pre_logits`.
-        """
+        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d), or [cls] if `pre_logits`."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:

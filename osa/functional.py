@@ -77,10 +77,11 @@ def orthogonal_attention(
     unchanged (see `osa.linalg.balanced`), or use the basis of "qr" in float64. "newton_schulz" computes in float64.
 
     A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor, and on the
-    CPU all methods except "qr" and "qr_literal" compute in float64. CUDA kernels of up to 256 tokens and width 16 choose
-    between M T and, up to 64 tokens, a basis; other kernels choose between M T and M R⁻¹. Where values cannot be read,
-    exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in a kernel. On CUDA all products of float32 inputs are in full
-    float32 even if the program allows TF32, except under torch.compile and in the backward pass of "qr_literal".
+    CPU all methods except "qr" and "qr_literal" compute in float64. CUDA kernels choose between M T and a
+    basis for up to 64 tokens of width 16. Up to 256 tokens they use M T, or return NaN. For more tokens or a larger width,
+    they choose between M T and M R⁻¹. Where values cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in
+    a kernel. On CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except under
+    torch.compile and in the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).

@@ -47,7 +47,7 @@ from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
 Initialise = Callable[..., None]
-LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # builds the attention of a block, given its number
+LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # of block i: its attention, and the draw of the weights
 Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
 
 
@@ -101,13 +101,13 @@ ATTENTION_INIT: dict[AttentionInit, Callable[[ModelConfig], Initialise]] = {
     "xavier": _xavier_attention,
     "ji": lambda config: init_ji_attention_ if config.norm else partial(init_ji_attention_, scale=1.0),
 }
-MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {  # of gain and κ of the activation, too
+MLP_INIT: dict[MLPInit, Callable[[ModelConfig, float, float], Initialise]] = {  # arguments: options, gain, κ
     "suo": lambda config, gain, kappa: partial(init_suo_mlp_, transposed=config.suo_transposed),
     "xavier": lambda config, gain, kappa: init_xavier_mlp_,
     "shaped": lambda config, gain, kappa: partial(init_suo_mlp_, transposed=config.suo_transposed, gain=gain),
     "isometric": lambda config, gain, kappa: partial(init_isometric_mlp_, gain=gain, kappa=kappa),
 }
-ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # of the depth
+ACTIVATION: dict[ActivationKind, Callable[[int], Activation]] = {  # argument: depth
     "gelu": lambda depth: (F.gelu, gain(gelu), linear_share(gelu)),
     "gelu_tanh": lambda depth: (_gelu_tanh, gain(gelu_tanh), linear_share(gelu_tanh)),
     "dks_gelu": lambda depth: (dks_gelu(depth), 1.0, linear_share(dks_gelu(depth).of_number)),

@@ -37,8 +37,8 @@ def gram_penalty(weight: Tensor) -> Tensor:
 def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch, for A (B, num_heads, N, N).
 
-    A row-stochastic A has penalty 0 only if A is a permutation, and N(N − 1) at most, if all rows are the same unit vector.
-    Uniform attention is a saddle point with penalty N − 1.
+    For a row-stochastic A, the penalty is 0 only if A is a permutation. It is N(N − 1) at most, if all rows are one unit
+    vector. Uniform attention is a saddle point with penalty N − 1.
     """
     return gram_penalty(a) / len(a)
 
@@ -72,7 +72,7 @@ def head_penalty(attention: Attention) -> Tensor:
     return gram_penalty(torch.cat([query, key], dim=1)) + gram_penalty(value) + gram_penalty(out)
 
 
-Term = Callable[[Block, Tensor], Tensor]  # of a block, and of the input of its attention
+Term = Callable[[Block, Tensor], Tensor]  # arguments: a block, and the input of the block's attention
 
 AM: Term = lambda block, x: attention_penalty(attention_matrix(block.attention, x))  # noqa: E731
 LA: Term = lambda block, x: projection_penalty(block.attention)  # noqa: E731

@@ -36,7 +36,7 @@ def describe_environment(device: torch.device) -> dict:
 def machine(environment: dict) -> str:
     """Labels a machine: "AMD EPYC, 2 threads" for a CPU, the name alone for a GPU."""
     name, threads = environment["device_name"], environment["num_threads"]
-    if threads is None or environment["device"] == "cuda":
+    if threads is None or environment.get("device") == "cuda":
         return name
     return f"{name}, {threads} {'thread' if threads == 1 else 'threads'}"
 

@@ -26,7 +26,8 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 def ns_over_qr(path: Path) -> dict[str, Any]:
     """Returns the time of Newton–Schulz divided by the time of QR, by the paper's literal formulas and by our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
-    own = table.query("tokens == 50 and width == 16 and `pass` == 'forward and backward'")  # a head of the paper's models
+    is_paper_head = (table["tokens"] == 50) & (table["width"] == 16)
+    own = table[is_paper_head & (table["pass"] == "forward and backward")]
     seconds = own.set_index("method")["seconds"]
     return {
         "machine": provenance.machine(facts["environment"]),
@@ -38,7 +39,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 def against_softmax(path: Path) -> dict[str, Any]:
     """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂."""
     table = files.read_csv(path)
-    whole, rows = table.query("part == 'all' and how == 'replay' and work == 'both'"), []
+    whole, rows = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")], []
     for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):
         softmax = own.loc[own["method"].isin(["sdpa", "cudnn"]), "seconds"].min()
         exact = own[own["method"] == "exact"].set_index("norm")["seconds"]

@@ -17,7 +17,7 @@ from pipeline.training.loop import configure_torch
 from tests.osa.helpers import REPRESENTATIVES
 
 GOLDEN = Path(__file__).parents[2] / "golden.json"
-STEPS = 10
+STEPS = 20
 EXPECTED = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {"losses": {}}
 
 

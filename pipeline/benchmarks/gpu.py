@@ -458,16 +458,10 @@ def main() -> None:
     if unknown := set(chosen.parts) - set(PARTS):
         sys.exit(f"error: {', '.join(sorted(unknown))}: no such part; choose from {', '.join(PARTS)}.")
     folder = chosen.into.resolve()
-    with interpreted() if DEVICE.type == "cpu" else contextlib.nullcontext():
-        if chosen.form is not None:
-            norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
-            for row in form(norms, *found[chosen.form]):
-                print(json.dumps(row), flush=True)
-            return
-        if chosen.until:
-            (name,) = chosen.parts
-            write_rows(folder / f"{name}.csv", PARTS[name](chosen.rehearse), chosen.until)
-            return
+    if chosen.form is not None or chosen.until:
+        with interpreted() if DEVICE.type == "cpu" else contextlib.nullcontext():
+            measure(chosen, folder)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = {}
     for name in chosen.parts or PARTS:
@@ -481,6 +475,17 @@ def main() -> None:
     print("\n".join(first_look(folder)), flush=True)
     if failed := [name for name, outcome in outcomes.items() if outcome not in ("done", "out of time")]:
         sys.exit(f"error: {', '.join(failed)} did not end well: see {folder}; give its name to try it again.")
+
+
+def measure(chosen: argparse.Namespace, folder: Path) -> None:
+    """Measures one form, or one part, in its own process."""
+    if chosen.form is not None:
+        norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
+        for row in form(norms, *found[chosen.form]):
+            print(json.dumps(row), flush=True)
+    else:
+        (name,) = chosen.parts
+        write_rows(folder / f"{name}.csv", PARTS[name](chosen.rehearse), chosen.until)
 
 
 @contextlib.contextmanager

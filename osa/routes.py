@@ -105,8 +105,7 @@ def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, 
         gram = _gram(m)
         if not is_balanced(gram, scale):
             return _by_basis(function, *(x.double() for x in (query, key, value, scale)))
-    mixing = partial(_mixing, function)
-    return (_ByGram.apply if is_recorded(m, value, scale) else _by_differentiable_gram)(m, value, scale, mixing, gram)
+    return _by_gram(m, value, scale, partial(_mixing, function), gram)
 
 
 @torch.no_grad()
@@ -172,7 +171,7 @@ def _iterated(
     if not is_readable(m) or (_square_size(m, scale) * torch.finfo(m.dtype).eps > FLOAT64_ABOVE).any():
         m, value, scale = (x.to(_safe_dtype(m)) for x in (m, value, scale))
         scale = _nan_where(_square_size(m, scale) * torch.finfo(m.dtype).eps > NO_DIGIT_ABOVE, scale)
-    return (_ByGram.apply if is_recorded(m, value, scale) else _by_differentiable_gram)(m, value, scale, mixing, None)
+    return _by_gram(m, value, scale, mixing)
 
 
 def _square_size(m: Tensor, scale: Tensor) -> Tensor:
@@ -195,6 +194,10 @@ Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # computes T of A V = V + M
 @torch.no_grad()
 def _gram(m: Tensor) -> Tensor:
     return torch.bmm(m.mT, m)
+
+
+def _by_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:
+    return (_ByGram.apply if is_recorded(m, v, scale) else _by_differentiable_gram)(m, v, scale, mixing, gram)
 
 
 def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None = None) -> Tensor:

@@ -5,7 +5,9 @@ the Gram matrices.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less tha
 # 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
 MATRICES = 128  # number of matrices that autograd differentiates at once; each takes 2 MB at a width of 64
-Options = tuple[str, int, float]  # method, number of iterations and ε
+Mixing = Callable[..., Tensor]  # `_mixed` with a method and its options
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Long:
             square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
             r_and_inverse, is_lost = [], c.abs() * square_norm > NO_DIGIT_ABOVE.value
         c = c.masked_fill(is_lost, math.nan)
-        mixed = _mixed((self.method, num_iterations, epsilon), gram, products, c, *r_and_inverse)
+        mixed = _mixed(self.method, num_iterations, epsilon, gram, products, c, *r_and_inverse)
         rows = [x.flatten(1) for x in (shear, sigma, mixed, gram, products, c, *r_and_inverse[1:])]
         torch.cat(rows, 1, out=saved[:, : sum(row.shape[1] for row in rows)])
         _launch(passes.apply_kernel, (query, key, value, output), (saved,), apply_tile(query, value))
@@ -71,12 +73,13 @@ class Long:
         _, _, mixed, *given, r_inverse = _matrices(saved, query, value)
         r_and_inverse: tuple[Tensor, ...] = ()
         if self.method == "exact":
-            identity = torch.eye(r_inverse.shape[-1], device=r_inverse.device)
-            r_and_inverse = torch.linalg.solve_triangular(r_inverse, identity, upper=True), r_inverse
+            r = torch.linalg.solve_triangular(r_inverse, linalg.identity_like(r_inverse), upper=True)
+            r_and_inverse = r, r_inverse
         sums = query.new_empty(len(saved), partition(query, value)[0], *mixed.shape[1:], dtype=torch.float32)
         _launch_parts(passes.products_kernel, (query, key, grad), (sums, saved), products_tile(query, value))
         parts = zip(*(x.split(MATRICES) for x in (sums.sum(1), *given, *r_and_inverse)), strict=True)
-        found = [_mixing_gradients((self.method, num_iterations, epsilon), *part) for part in parts]
+        mixing = partial(_mixed, self.method, num_iterations, epsilon)
+        found = [_mixing_gradients(mixing, *part) for part in parts]
         grad_gram, grad_products, grad_c = map(torch.cat, zip(*found, strict=True))
         grads[3].copy_(grad_c.view(grads[3].shape))
         others = saved, grad_products, (grad_gram + grad_gram.mT).contiguous()
@@ -103,9 +106,10 @@ def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
     return [row.unflatten(1, shape) for row, shape in zip(rows, shapes, strict=True)]
 
 
-def _mixed(options: Options, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor) -> Tensor:
-    """Returns T in full float32, given G, X, c and, for "exact", R and R⁻¹."""
-    method, num_iterations, epsilon = options
+def _mixed(
+    method: str, num_iterations: int, epsilon: float, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
+) -> Tensor:
+    """Returns T of V + M T, given G = MᵀM, X = MᵀV and c and, for "exact", R and R⁻¹. Computes in float32, without TF32."""
     with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
         if method == "exact":
             r, r_inverse = r_and_inverse
@@ -124,7 +128,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     of R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about eps c ‖diag G‖ times the
     root of the mean of G_ii (G⁻¹)_ii.
     """
-    z, identity = linalg.apply_j(c * gram), torch.eye(gram.shape[-1], device=gram.device)
+    z, identity = linalg.apply_j(c * gram), linalg.identity_like(gram)
     spectrum = linalg.square_moduli(z)
     is_far = linalg.imbalance(z, spectrum) > linalg.IMBALANCE
     r = torch.where(is_far, linalg.gram_factor(gram), identity)
@@ -139,11 +143,11 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.inference_mode(False)  # with `enable_grad`, turns on autograd, which is off inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
-    options: Options, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
+    mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
 ) -> tuple[Tensor, ...]:
     """The gradients of G, X and c, given the gradient of T."""
     small = [x.detach().requires_grad_() for x in (gram, products, c)]
-    mixed = _mixed(options, *small, *r_and_inverse)
+    mixed = mixing(*small, *r_and_inverse)
     with runtime.full_precision(grad.device), runtime.without_autocast(grad.device):
         return torch.autograd.grad(mixed, small, grad)
 

@@ -35,8 +35,9 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
     if verdict := judge(claim, results):
         accuracies = {name: summary_of(results.accuracies(name)) for name in settings.runs}
         rows = [{"variant": name, "accuracy": accuracy} for name, accuracy in accuracies.items()]
-        spreads = {name: accuracy.std for name, accuracy in accuracies.items()}
-        power["observed"] = powers(claim, spreads, [0.0], sizes)["rows"][0]["reproduced"]
+        first, second = claim.compare[0]
+        spreads = accuracies[first].std, accuracies[second].std
+        power["observed"] = power_of_ranks(claim.margin_points, spreads, *sizes)
     return {"power": power, "rows": rows, "verdict": verdict}
 
 

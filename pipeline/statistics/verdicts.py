@@ -177,7 +177,10 @@ def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
 
 
 def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, float]:
-    """Returns the lower bound, median and upper bound of first − second, in which ∞ − ∞ counts as −∞, 0 and ∞."""
+    """Returns the lower bound, median and upper bound of first − second.
+
+    A difference ∞ − ∞ counts as −∞ in the lower bound, as 0 in the median, and as ∞ in the upper bound.
+    """
     with np.errstate(invalid="ignore"):
         differences = np.subtract.outer(first, second).ravel()
     is_tie, rank = np.isnan(differences), critical_rank(len(first), len(second))

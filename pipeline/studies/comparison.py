@@ -43,7 +43,7 @@ class Settings(Section):
 
 
 def study(**parts: Any) -> Study:
-    """Returns a `Study` that trains and reads the runs in its section. `parts` adds or replaces fields."""
+    """Returns a `Study` whose trainings are the runs listed in the study's settings. `parts` adds or replaces fields."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 

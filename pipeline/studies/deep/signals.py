@@ -49,7 +49,7 @@ PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_ca
 BAND = (0.05, 0.95)  # quantiles of a token's mean square
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix is singular in float64 if its κ is at least this
 TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
-GRADIENT_RATIO = 2.0  # factor by which the α that we seek raises the first block's gradient
+GRADIENT_RATIO = 2.0  # we seek the α that multiplies the first block's gradient by this factor
 LEAST_ALPHA = 1e-3  # value of α L ‖X‖₂²/√d_v at which attention has practically no effect
 
 

@@ -28,7 +28,10 @@ BASELINES = ("osa_qr", "osa_exact", "vit", "vit_noskip_nonorm")  # models of Tab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each comparison of the claims whose runs have all ended. Without baselines there are no rows."""
+    """Returns a row for each comparison of each claim. A claim has rows once all its runs have ended.
+
+    There are no rows if Table 2 cannot supply the baselines (`has_baselines`).
+    """
     if not has_baselines(lab):
         return {"has_baselines": False, "rows": []}
     results, claims, rows = with_table_2(tables, lab), read_claims(CLAIMS_FILE), []

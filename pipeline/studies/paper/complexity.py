@@ -216,7 +216,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the costs of Table 1's components, and of whole OSA against torch's fused softmax.
 
     table_1, linear     the maximum excess of a slope over the paper's exponent, for components and for whole OSA
-    formed              the slopes of operations over N if Eq. 7 forms S, and if Eq. 6 forms A
+    formed              log–log slopes of operations over N, of Eq. 7 when it forms S and of Eq. 6 when it forms A
     crossings           the N above which OSA is faster than softmax, forward and backward
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders

@@ -140,7 +140,10 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws κ(J) − 1 of one head and its bound over α, and κ of the first head and of the whole layer for each layer."""
+    """Draws two panels.
+
+    Left: κ(J) − 1 of one head, and the bound, over α. Right: κ of the first head, and κ of the whole layer, over the layers.
+    """
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]
     own = alphas[(alphas["method"] == "exact") & (alphas[SIZE] == alphas[SIZE].iloc[0]).all(axis=1)]

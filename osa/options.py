@@ -345,7 +345,7 @@ def check_model(name: str) -> None:
 
 
 def model_name(config: ModelConfig) -> str | None:
-    """Returns the name in `MODELS` with the most options, all of which the configuration has, or None."""
+    """Returns the most specific name in `MODELS` whose options all agree with the configuration, or None."""
     options = dataclasses.asdict(config)
     names = [name for name, own in MODELS.items() if own.items() <= options.items()]
     return max(names, key=lambda name: len(MODELS[name]), default=None)

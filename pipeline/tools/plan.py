@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # an error in paper.yaml would stop the check stage
+    params.load_paper()  # raises an error that would otherwise stop `dvc repro` at its check stage
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())

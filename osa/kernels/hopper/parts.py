@@ -62,7 +62,7 @@ def products_kernel(
 
 @triton.jit
 def mix_kernel(sums, scale, state, mixed):
-    """Stores the state of each head, as `fused.forward_kernel` does, and the high and the low part of c Tᵀ."""
+    """Stores each head's state, FUSED or STEPS, and its matrix c Tᵀ as a sum of two bfloat16 matrices, high + low."""
     i_head = tl.program_id(0)
     p_sums, p_mixed = sums + i_head.to(tl.int64) * PART_SUMS, p_panel(mixed + i_head.to(tl.int64) * 2 * ENTRIES)
     b_gram, b_vm = tl.load(p_sums + o_gram()), tl.load(p_panel(p_sums + COLUMNS * COLUMNS))

@@ -353,7 +353,7 @@ def stepped_forward_kernel(
 
 @triton.jit
 def plus_product(b_sums, p_s, p_t):
-    """sums + sᵀ t of stored matrices."""
+    """Returns sums + sᵀ t. `p_s` and `p_t` point to s and t."""
     return tl.dot(tl.trans(tl.load(p_s)), tl.load(p_t), b_sums)
 
 

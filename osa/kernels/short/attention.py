@@ -147,8 +147,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Stores exp(S) V of `count` matrices.
 
-    For "qr", the kernel stores the bases in `basis`. For "exact" with ALL_ROWS = 0, it stores c in `basis`, or NaN if the
-    output is NaN.
+    `basis` keeps what the backward pass needs. For "qr", the kernel stores the bases L in it. For "exact" with ALL_ROWS = 0,
+    it stores c, or NaN if the output is NaN.
     """
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)
@@ -191,7 +191,7 @@ def _mix_backward(
     a1, a2, a3, a4, grad_scale, left, v, e, g, scale, epsilon, scratch,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Stores A₁ to A₄ and the gradient of c, given G."""
+    """Computes X and F, and from them and G the gradient of c and the matrices A₁ to A₄, which give the other gradients."""
     x, scratch = matrix(scratch, g[3], v[4])
     f, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)

@@ -32,7 +32,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def speed_on(path: Path) -> dict:
     """Returns numbers from the table of one machine.
 
-    ours             for each of our layers, the row with the maximum ratio of training times in `GOAL_RANGE`
+    ours             for each of our layers, the row in `GOAL_RANGE` with the highest ratio to the dense layer's time
     fastest          the row that decides whether the dense layer is the fastest, as the post states
     literal_givens   the row that decides whether the post's Givens layer is much slower, as the post states
     """

@@ -9,7 +9,7 @@ from pipeline.statistics.intervals import contrast, summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 
-MARGIN = 1.0  # a change of more points would matter to Section 5's comparisons
+MARGIN = 1.0  # a change of more than this many points would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:

@@ -1,6 +1,6 @@
-"""Orthogonal self-attention (Zhang & Martens): attention matrices exp(S) that are orthogonal, at linear cost.
+"""Orthogonal self-attention (Zhang & Martens 2026): attention with an orthogonal matrix exp(S), in time linear in tokens.
 
-Names are imported at their first use, so that reading `osa.MODELS` or `osa.NUMERICS` does not wait for torch.
+Names are imported on first use, so that reading `osa.MODELS` or `osa.NUMERICS` does not wait for torch.
 """
 
 import importlib
@@ -51,7 +51,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of `__all__`, or a module of this package, at its first use (PEP 562)."""
+    """Imports a name of `__all__`, or a module of this package, on first use (PEP 562)."""
     for module, names in _MODULES.items():
         if name in names:
             value = globals()[name] = getattr(importlib.import_module(f"osa.{module}"), name)

@@ -1,4 +1,4 @@
-"""Orthogonal self-attention as a function of query, key and value (Section 2). `osa.routes` has the methods."""
+"""Orthogonal self-attention as a function of query, key and value (Section 2). `osa.routes` implements the methods."""
 
 import math
 import warnings
@@ -59,29 +59,30 @@ def orthogonal_attention(
 
     Z is at most 2d×2d: every method takes time O(N d² + d³) and memory O(N d + d²).
 
-    "exact" needs no basis, by the identity f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020).
-    "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9. By the same identity, it needs only G_K = BᵀB. Its result is
-    orthogonal as far as the K iterations have converged (Theorem 3.1). "polar_express" replaces the Newton–Schulz steps by
-    the steps of Amsel et al. (2025), and computes in float64. "cayley" replaces exp(S) by another orthogonal matrix, the
+    "exact" needs no basis, thanks to the identity f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020).
+    "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9. By the same identity, it needs only G_K = BᵀB. Its matrix is
+    orthogonal only as far as the K iterations have converged (Theorem 3.1). "polar_express" replaces the Newton–Schulz steps
+    by the steps of Amsel et al. (2025), and computes in float64. "cayley" replaces exp(S) by another orthogonal matrix, the
     Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with exp(S) to second order and rotates by less than π (Brantner et
     al. 2023, arXiv 2312.11166).
 
-    A = exp(S) preserves lengths at any norm of S: ‖Av‖ is ‖v‖ to about 100 eps · max(1, ‖S‖₂), or the result is NaN, with a
-    warning. Here eps is the machine epsilon of the widest input type, but at most float32's. "polar_express" adds up to 10⁻⁵
-    to float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" need not be
-    orthogonal. It agrees with the equations of the method to about 30 eps · scale · ‖M‖₂², or it is NaN. "qr_literal" is as
-    accurate as torch's matrix exponential.
+    A = exp(S) preserves lengths at any norm of S: ‖Av‖ equals ‖v‖ up to a relative error of about 100 eps · max(1, ‖S‖₂).
+    Where this fails, the result is NaN, with a warning. Here eps is the machine epsilon of the widest input type, but at
+    most float32's. "polar_express" adds up to 10⁻⁵ to float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F.
+    The matrix of "newton_schulz" need not be orthogonal. It agrees with the equations of the method to about
+    30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂². This number can exceed ‖S‖₂ if Q ≈ K, if tokens share a
     large component, or if there are outliers. "exact" and "cayley" then replace M by M T, where T is a matrix that leaves S
     unchanged (see `osa.linalg.balanced`), or use the basis of "qr" in float64. "newton_schulz" computes in float64.
 
-    A trace hides the values of tensors. In a trace, "exact" and "cayley" use M R⁻¹, where R is a Cholesky factor, and on the
-    CPU all methods except "qr" and "qr_literal" compute in float64. CUDA kernels choose between M T and a
-    basis for up to 64 tokens of width 16. Up to 256 tokens they use M T, or return NaN. For more tokens or a larger width,
-    they choose between M T and M R⁻¹. Where values cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in
-    a kernel. On CUDA all products of float32 inputs are in full float32 even if the program allows TF32, except under
-    torch.compile and in the backward pass of "qr_literal".
+    The values of tensors cannot be read on a GPU, or under torch.export, torch.jit.trace and function transforms. "exact"
+    and "cayley" then use M R⁻¹, where R is a Cholesky factor. On the CPU, all methods except "qr" and "qr_literal" then
+    compute in float64. CUDA kernels for widths up to 16 choose between M T and a basis for up to 64 tokens. For 65 to 256
+    tokens they use M T, or return NaN. Kernels for more tokens or larger widths choose between M T and M R⁻¹. Where values
+    cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in a kernel. On CUDA all products of
+    float32 inputs are in full float32 even if the program allows TF32, except under torch.compile and in the backward pass
+    of "qr_literal".
 
     Args:
         query: (..., N, d).
@@ -94,7 +95,7 @@ def orthogonal_attention(
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
         enable_gqa: repeat the heads of key and value, dimension −3, to match those of query.
-        method: a method of the table.
+        method: one of the methods in the table above.
         num_iterations: K of Eq. 9, only for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7).
         epsilon: ε of Section 3, which "newton_schulz" and "polar_express" add to ‖M‖_F.
 

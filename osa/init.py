@@ -1,4 +1,4 @@
-"""Initialisation of attention, MLPs and linear layers: Algorithm 1, Section 4, Appendix D and later work."""
+"""Initialisation of attention, MLPs and linear layers, from Algorithm 1, Section 4, Appendix D and other papers."""
 
 import math
 from typing import Protocol, get_args
@@ -14,7 +14,7 @@ SMALL_SCALE = 0.1  # factor of W^Q and W^K that keeps attention logits at a few 
 
 
 class Attention(Protocol):
-    """An attention layer of num_heads heads with four linear layers (d, d), as initialisation needs it."""
+    """What initialisation needs of an attention layer: the number of heads, and four linear layers (d, d)."""
 
     embed_dim: int
     num_heads: int
@@ -32,7 +32,7 @@ class ScaledAttention(Attention, Protocol):
 
 
 class TwoLayers(Protocol):
-    """An MLP with linear layers (H, d) and (d, H), as initialisation needs it."""
+    """What initialisation needs of an MLP: linear layers with weights (H, d) and (d, H)."""
 
     fc1: nn.Linear
     fc2: nn.Linear
@@ -41,12 +41,12 @@ class TwoLayers(Protocol):
 def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Draws W uniformly from the Stiefel manifold {W ∈ ℝ^{n×m}: WᵀW = I} (Algorithm 1).
 
-    W is Q of the reduced QR decomposition of a Gaussian matrix, times the signs of R's diagonal. Without these signs the
-    draw would depend on the sign convention of the QR routine (Mezzadri 2006).
+    W is the Q of the reduced QR decomposition of a Gaussian matrix, with columns multiplied by the signs of R's diagonal.
+    Without these signs, the distribution would depend on the sign convention of the QR routine (Mezzadri 2006).
 
     Args:
         n, m: the shape, n ≥ m ≥ 1.
-        generator: a generator of the default device. Default: torch's global one.
+        generator: a generator on the default device. Default: torch's global one.
         dtype: type of the result. Default: torch's default. All arithmetic is float64.
 
     Raises:
@@ -54,7 +54,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # a draw without values would take long
+    if torch.get_default_device().type == "meta":  # even there, a draw would take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -63,10 +63,10 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
 
 @torch.no_grad()
 def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = None) -> Tensor:
-    """Fills W, [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, where Q is uniformly semi-orthogonal (SUO).
+    """Fills W, [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, where Q is semi-orthogonal and uniform.
 
-    y = W x preserves the mean square of the entries: exactly if out ≥ in, on average if out < in (Martens et al. 2021;
-    Section 4.4). Returns the weight.
+    This is the scaled uniform orthogonal initialisation, SUO. y = W x preserves the mean square of the entries: exactly if
+    out ≥ in, on average if out < in (Martens et al. 2021; Section 4.4). Returns the weight.
 
     Raises:
         ValueError: the weight is not a matrix.
@@ -89,14 +89,14 @@ def init_orthogonal_attention_(
 ) -> None:
     """Draws W^V = U and W^O = Vᵀ of each head with independent U, V ~ U_{d×d_v}, and [W^Q, W^K] ~ U_{d×2d_v} (Section 4).
 
-    Sets a small α for orthogonal attention, and zero biases.
+    Also sets α of orthogonal attention, and sets biases to zero.
 
     Args:
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
         alpha: α. Softmax attention ignores it.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
-            remain uniform, and Σ_i W^V_i W^O_i becomes orthogonal. Deep models multiply these sums if attention is near
-            the identity.
+            remain uniform, and Σ_i W^V_i W^O_i becomes orthogonal. If attention is near the identity, each layer
+            multiplies the tokens by about this sum.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -149,7 +149,7 @@ def init_ji_attention_(
     alpha: float = 0.1,
     generator: Generator | None = None,
 ) -> None:
-    """Draws W^V and W^O orthogonal up to a factor, and W^Q and W^K so that a token attends mostly to itself.
+    """Draws W^V and W^O as scaled orthogonal matrices, and W^Q and W^K so that a token attends mostly to itself.
 
     Biases are zero (Ji et al. 2025, arXiv:2510.00345).
 
@@ -159,8 +159,8 @@ def init_ji_attention_(
     approximation of rank d_v: if P Σ Rᵀ is the singular value decomposition of a Z_i + b I, then W^Q_i and W^K_i are the
     first d_v columns of P Σ^½ and R Σ^½.
 
-    The defaults are those of the paper for ViT-B, by its summaries and a reproduction. In our reading U and V span all
-    heads, and each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
+    The defaults are the values for ViT-B that summaries and a reproduction of Ji et al. give. We assume that U and V span
+    all heads, and that each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -250,7 +250,7 @@ def init_suo_mlp_(
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
-        gain: factor of the second weight, which restores the mean square that the activation function reduces.
+        gain: multiplies the second weight, to restore the mean square of tokens, which the activation function reduces.
     """
     for linear in (mlp.fc1, mlp.fc2):
         scaled_uniform_orthogonal_(linear.weight, generator=generator)
@@ -263,7 +263,7 @@ def init_suo_mlp_(
 
 @torch.no_grad()
 def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator: Generator | None = None) -> None:
-    """Draws both weights of an MLP from one orthogonal frame, so that a nearly linear MLP is nearly a rotation.
+    """Builds both weights of an MLP from one orthonormal frame, so that a nearly linear MLP is nearly a rotation.
 
     For fc1 [H, d] and fc2 [d, H], with U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
 
@@ -271,9 +271,9 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
     where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1). Biases are zero.
 
-    This g preserves the mean square of tokens on average, for any φ. U and U Rᵀ are each uniform, as in `init_suo_mlp_`.
-    Their dependence on each other is our addition. Over the depth, log |x|² varies by order 1/H instead of L/d
-    (docs/depth.md).
+    This g preserves the mean square of tokens on average, for any φ. U and U Rᵀ are each uniform, as in `init_suo_mlp_`,
+    which draws them independently. To use one U for both is our addition: with the activation "dks_gelu", the variance of
+    log |x|² after L blocks is then of order 1/H instead of L/d (docs/depth.md).
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.
@@ -281,7 +281,7 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
         kappa: κ = E φ(z) z/√E φ(z)², so that g = gain/√(κ² + (1 − κ²) d/H).
 
     Raises:
-        ValueError: H < d, for which no frame exists.
+        ValueError: H < d, so that no such frame exists.
     """
     hidden_dim, embed_dim = mlp.fc1.weight.shape
     if hidden_dim < embed_dim:
@@ -331,6 +331,6 @@ def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # a draw would import torch's compiler
+    if tensor.is_meta:  # even there, a draw would import torch's compiler
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

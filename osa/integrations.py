@@ -24,8 +24,8 @@ def timm_attention(
     """Returns a class for `attn_layer` of timm's Vision Transformers: timm's `Attention` with exp(S) in place of softmax.
 
     Weights, biases and norms have timm's names. A checkpoint of timm lacks only `alpha`, one number per head. The class
-    accepts boolean masks of padding, and refuses dropout of attention and causal masks. Equal arguments return the same
-    class.
+    accepts boolean padding masks, and refuses attention dropout and causal masks. Calls with equal arguments return
+    the same class.
 
     Args:
         method, num_iterations, epsilon: as for `orthogonal_attention`.
@@ -101,12 +101,12 @@ def register_with_transformers(
 ) -> None:
     """Registers an orthogonal attention for encoders of transformers, such as ViT and BERT; `set_attention` applies it.
 
-    Register the attention again, with the same settings, before a saved model is loaded. The first call of a causal model,
-    or of a model with dropout of attention, raises ValueError.
+    Register the attention again, with the same settings, before you load a saved model. A causal model, or training with
+    attention dropout, raises ValueError at the first call.
 
     Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
-    it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it, so a
-    model that is loaded and saved again would use softmax.
+    it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it:
+    without the key, a saved model would load with softmax.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -140,8 +140,8 @@ def register_with_transformers(
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
     """Gives a model of transformers the attention registered as `name`, and writes its settings into the configuration.
 
-    A model with only `attn_implementation=name` raises ValueError at its first call, because the attention would not be
-    saved.
+    `attn_implementation=name` alone is not enough: the model raises ValueError at its first call, because its attention
+    would not be saved.
 
     Args:
         model: the whole model that will be saved.
@@ -235,7 +235,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with the signature of transformers. Returns the heads (B, N, h, d_v), and A (B, h, N, N) or None."""
+    """Attention with transformers' signature. Returns the heads, (B, N, h, d_v), and A, (B, h, N, N), or None for A."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
@@ -268,7 +268,7 @@ def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
 
 
 def _plain(method: Method, num_iterations: int | None, epsilon: float) -> MethodOptions:
-    """Checks the options of a method, and converts numbers to Python's own types, which JSON can write."""
+    """Checks the options of a method, and converts numbers to Python's int and float, which JSON can write."""
     check_method(method, num_iterations, epsilon)
     iterations = None if num_iterations is None else int(num_iterations)
     return {"method": method, "num_iterations": iterations, "epsilon": float(epsilon)}

@@ -1,4 +1,4 @@
-"""Linear algebra of orthogonal attention. Only M = [Q, K] and its basis have N rows; others are at most 2d_v×2d_v."""
+"""Linear algebra of orthogonal attention. Only M = [Q, K] and its basis have N rows; all others are at most 2d_v×2d_v."""
 
 import math
 
@@ -21,7 +21,7 @@ POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 
-# Maximum spectral radius ρ of Z for a single series, whose terms stay below 4⁴/4! = 11 and hardly cancel
+# Maximum spectral radius ρ of Z for one series without halving Z: its terms stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
 _MAX_DOUBLINGS = 14  # number of doublings where ρ cannot be read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
@@ -47,11 +47,11 @@ def qr_basis(m: Tensor) -> Tensor:
 
 
 def cholesky_qr_basis(m: Tensor) -> Tensor:
-    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, in a batch and without reading values.
+    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, batched and without reading values.
 
     A shift keeps the first decomposition from failing, and the second decomposition removes the remaining BᵀB − I (Fukaya et
-    al. 2020). All arithmetic is float64. First, M gets full rank by adding a diagonal E of size eps ‖M‖, which costs no
-    accuracy: Householder's Q is also the exact Q of M plus such an E (Higham 2002, Theorem 19.4).
+    al. 2020). All arithmetic is float64. First, a diagonal matrix of size eps ‖M‖ is added to M, to give it full rank.
+    This costs no accuracy: Householder's Q, too, is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4).
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -141,7 +141,7 @@ def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines φ₁ for singular Z.
 
-    Computes a Taylor polynomial with products as narrow as Y, by Horner's rule in Z². The degree depends on the spectral
+    Computes a Taylor polynomial by Horner's rule in Z², with products only as wide as Y. The degree depends on the spectral
     radius ρ of Z, which is ‖S‖₂ for Z = [S] and for Z = scale · J MᵀM.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
@@ -157,7 +157,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 
 def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """`phi1_times` of (b, n, n) and (b, n, m) by torch's operators, with derivatives of every order."""
+    """`phi1_times` for Z (b, n, n) and Y (b, n, m), with torch's operators and derivatives of every order."""
     radius, doublings = _MAX_RADIUS / 2**_MAX_DOUBLINGS, _MAX_DOUBLINGS
     if is_readable(z) and is_readable(y) and z.numel():
         square = torch.bmm(z.detach(), z.detach())
@@ -183,7 +183,7 @@ def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
     Solves by LU decomposition of W = I − Z/2. On CUDA, the LU decomposition of a batch would wait for the host, so the
-    Cholesky decomposition of WᵀW replaces it, in float64 because the condition number of WᵀW is the square of that of W.
+    Cholesky decomposition of WᵀW replaces it, in float64 because WᵀW has the squared condition number of W.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
@@ -234,9 +234,9 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Upper triangular R, (b, 2d, 2d). The columns of M R⁻¹ are nearly orthonormal, or shorter if M lacks full rank.
+    """Upper triangular R, (b, 2d, 2d). The columns of M R⁻¹ are nearly orthonormal, or shorter if M is rank-deficient.
 
-    R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram`, MᵀM.
+    R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram` = MᵀM.
     """
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True).unsqueeze(-1)  # ‖M‖_F²
     shift = gram.shape[-1] * torch.finfo(gram.dtype).eps * size + torch.finfo(gram.dtype).tiny
@@ -244,14 +244,14 @@ def gram_factor(gram: Tensor) -> Tensor:
 
 
 def balanced(m: Tensor) -> Tensor:
-    """Returns M T with a symplectic T, T J Tᵀ = J, which keeps S and makes each pair of columns as short as possible.
+    """Returns M T for a symplectic T (T J Tᵀ = J): S stays the same, and each pair of columns is as short as possible.
 
     S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. A 2×2 matrix of determinant 1 that multiplies a
-    pair leaves the pair's term unchanged. So the projection on the longer column is subtracted from the shorter one, and
-    then one column is multiplied by s and the other by 1/s, which makes the columns equally long.
+    pair leaves the pair's term unchanged. So the shorter column's projection on the longer one is subtracted from it.
+    Then one column is multiplied by s and the other by 1/s, which makes both equally long.
 
-    Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that Q ≈ K in
-    float32 loses no digits, except on Apple's GPUs (MPS), which have no float64.
+    Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that no
+    digits are lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, it keeps the type of M.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -291,7 +291,7 @@ def _spectral_radius(square: Tensor) -> float:
     """Returns an upper bound of the spectral radii ρ of all Z in the batch, given Z².
 
     Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The term in eps covers the rounding error of the trace. A matrix
-    with NaN or an overflow has no correct result at any radius, and counts as `_SERIES_RADIUS`.
+    with NaN or an overflow has no correct result at any radius, so its ρ is taken to be `_SERIES_RADIUS`.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))
@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the smallest odd m with ρ^{m+1} / (m + 1)! ≤ eps / 4, the leading term of the remainder's derivative."""
+    """Returns the smallest odd m for which the remainder's derivative, about ρ^{m+1} / (m + 1)!, is at most eps / 4."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2
@@ -322,9 +322,9 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 
 
 class _Phi1Times(torch.autograd.Function):
-    """The Taylor polynomial of φ₁(Z) Y, given Z² without a gradient. Its backward pass accumulates in place.
+    """The Taylor polynomial of φ₁(Z) Y, given Z², which needs no gradient. Its backward pass accumulates in place.
 
-    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y, ZY and Z² are separate inputs of the polynomial,
+    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y, ZY and Z² are seen as separate inputs,
     their gradients are ΣH_j, ΣH_j / (2j + 2) and ΣH_{j−1} P_jᵀ / (2j (2j + 1)). The chain rule through ZY and Z² then gives
     the gradients of Z and Y.
     """

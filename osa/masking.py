@@ -40,7 +40,7 @@ def check_dropout_and_causal(dropout_p: float, is_causal: bool) -> None:
 
 
 def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sets query and key of padding to zero, so that padding and the other tokens do not affect each other.
+    """Sets query and key of padded tokens to zero, so that padded tokens and other tokens do not affect each other.
 
     Args:
         query, key: (..., N, d).
@@ -61,7 +61,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
     if mask.device != query.device:
         raise ValueError(f"attn_mask must be on the device of the query, {query.device}, not {mask.device}")
     rows, columns = mask.shape[-2:] if mask.dim() > 1 else (0, 0)
-    if columns != num_tokens or (rows != num_tokens and rows != 1):  # `in` would not trace symbolic sizes
+    if columns != num_tokens or (rows != num_tokens and rows != 1):  # `in` cannot be traced with symbolic sizes
         raise ValueError(
             f"attn_mask must be (..., 1, {num_tokens}) or (..., {num_tokens}, {num_tokens}), not {tuple(mask.shape)}"
         )
@@ -81,7 +81,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def check_condition(condition: Tensor, message: str) -> None:
-    """Raises ValueError if the condition, (), is false. If its value cannot be read, the device raises an error later."""
+    """Raises ValueError if the scalar `condition` is false. If it cannot be read, the device raises an error later."""
     if not is_eager() or is_captured(condition):
         assert_later(condition, message)
     elif has_values(condition) and not condition.is_meta and not condition:

@@ -1,4 +1,4 @@
-"""The paper's models by name, built and initialised by Section 4 and Appendix D, and models for large depths.
+"""Builds models by name: the paper's, initialised as in Section 4 and Appendix D, and models for large depths.
 
 For each option of `ModelConfig` that chooses a part, a dict maps the option's values to functions.
 """
@@ -117,12 +117,12 @@ HEAD_INIT = PATCH_EMBEDDING_INIT | {"zeros": zeros_linear_}
 
 
 def create_model(name: str, *, generator: Generator | None = None, **changes: Unpack[ModelOptions]) -> VisionTransformer:
-    """Builds and initialises a model of `MODELS`, by default with the sizes of Appendix D.
+    """Builds and initialises a model in `MODELS`, by default with the sizes of Appendix D.
 
     Args:
         name: one of the paper's five (Section 5), "osa_qr", "osa_ns", "vit", "vit_noskip" and "vit_noskip_nonorm", or any
-            other of `MODELS`.
-        generator: a generator of the default device, used for every draw. Default: torch's global one.
+            other name in `MODELS`.
+        generator: a generator on the default device, used for every draw. Default: torch's global one.
         changes: options of `ModelConfig` that replace those of the model, e.g. depth=12.
 
     Raises:
@@ -140,16 +140,16 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
 def build_vit(
     config: ModelConfig | None = None, *, generator: Generator | None = None, **options: Unpack[ModelOptions]
 ) -> VisionTransformer:
-    """Builds and initialises a Vision Transformer of Appendix D from a configuration or options, and sets its `config`.
+    """Builds and initialises the Vision Transformer of Appendix D, given a configuration or options, and sets its `config`.
 
     Args:
         config: the configuration.
-        generator: a generator of the default device, used for every draw. Default: torch's global one.
+        generator: a generator on the default device, used for every draw. Default: torch's global one.
         options: options of `ModelConfig`, in place of a configuration.
 
     Raises:
         ValueError: an option has an impossible value.
-        TypeError: an option is unknown, one without a default is missing, or both a configuration and options are given.
+        TypeError: an option is unknown, a required option is missing, or both a configuration and options are given.
 
     Example:
         >>> build_vit(attention="orthogonal", method="qr", skip=False, norm=False, mlp_init="suo").config.depth
@@ -193,7 +193,7 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Allocates parameters of the meta device on the default device, like `to_empty`, but also under FakeTensorMode."""
+    """Moves meta parameters to the default device without values, like `to_empty`, but works under FakeTensorMode too."""
     device = torch.get_default_device()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):

@@ -55,14 +55,14 @@ class SelfAttention(nn.Module):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """Returns A_i V_i of each head, (B, num_heads, num_outputs, d_v), for the first `num_outputs` tokens, or for all."""
+        """Returns A_i V_i of each head, (B, num_heads, num_outputs, d_v), for the first `num_outputs` tokens. None: all."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         """Σ_i A_i X W^V_i W^O_i (Eq. 4), (B, N, embed_dim) → (B, N, embed_dim), or (N, embed_dim) → (N, embed_dim).
 
         Args:
-            num_outputs: number of tokens of the output to compute, from the first token on. None: all.
+            num_outputs: compute the output of only the first `num_outputs` tokens. None: all.
             attn_mask: boolean, False for padding, (B, N) or (N,); or (..., 1 or N, N), broadcast over heads.
 
         Raises:
@@ -93,7 +93,7 @@ class SelfAttention(nn.Module):
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-    """Returns the attention matrix A of each head, (B, num_heads, N, N), for x (B, N, d), by attention to V = I."""
+    """Returns the attention matrix A of each head, (B, num_heads, N, N), for x (B, N, d), computed as A V with V = I."""
     query, key, _ = attention.project(x)
     num_tokens = x.shape[-2]
     identity = torch.eye(num_tokens, dtype=x.dtype, device=x.device).expand(*query.shape[:-2], num_tokens, num_tokens)
@@ -150,7 +150,7 @@ class OrthogonalSelfAttention(SelfAttention):
 
     Args:
         embed_dim: d.
-        num_heads: h ≥ 2, so that 2 d_v ≤ d for d_v = d/h, which Section 4.2 needs.
+        num_heads: h ≥ 2, because Section 4.2 needs 2 d_v ≤ d, where d_v = d/h.
         method, num_iterations, epsilon: as for `osa.orthogonal_attention`; the attribute `options` holds them.
         alpha_init: initial α.
         alpha_per_head: if True, each head has its own α. If False, all heads share one α.
@@ -221,7 +221,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """A weight that keeps torch's encoder from its fast path for softmax attention, since it has a `__torch_function__`."""
+    """A placeholder weight, whose `__torch_function__` keeps torch's encoder from taking its fast path for softmax."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -231,16 +231,16 @@ class _NoFastPath:
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """`OrthogonalSelfAttention` with the call signature of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
-    It is neither causal nor cross-attention, and masks must leave out whole tokens.
+    Causal masks and cross-attention are not supported, and masks must leave out whole tokens.
 
     Args:
         embed_dim: d.
         num_heads: h ≥ 2.
         batch_first: tokens are (B, N, d) if true, else (N, B, d), the default of `nn.MultiheadAttention`.
-        options: options of `OrthogonalSelfAttention`, which has the same state dict.
+        options: options of `OrthogonalSelfAttention`. Both classes have the same state dict.
 
     Raises:
-        ValueError: as `OrthogonalSelfAttention`.
+        ValueError: as for `OrthogonalSelfAttention`.
 
     Example:
         >>> encoder = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True)
@@ -273,13 +273,13 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, in the shape of query, and the matrices exp(S), or None if `need_weights` is False.
+        """Returns the output, in the shape of query, and the matrices exp(S). These are None if `need_weights` is False.
 
         Args:
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).
             key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for other tokens.
             need_weights: return the matrices, (B, N, N), or (N, N) if query is (N, d).
-            attn_mask: a second mask of padding, (N, N) or (B·h, N, N), with equal rows and values as in key_padding_mask.
+            attn_mask: a second padding mask, (N, N) or (B·h, N, N), with equal rows and values as in key_padding_mask.
             average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
             is_causal: must be False.
 
@@ -405,7 +405,7 @@ class Block(nn.Module):
         attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and `attn_mask` if the block gets a mask.
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
-        norm: LayerNorm before each sublayer.
+        norm: apply LayerNorm before each sublayer.
         norm_eps: ε of LayerNorm.
         shortcut: α of a normalised skip α x + √(1 − α²) f(x) (Martens et al. 2021). The skip preserves the mean square if x
             and f(x) have the same mean square. None: x + f(x).
@@ -447,7 +447,7 @@ class Block(nn.Module):
         """Maps (B, N, d) or (N, d) to the same shape.
 
         Args:
-            num_outputs: number of tokens of the output to compute, from the first token on. None: all.
+            num_outputs: compute the output of only the first `num_outputs` tokens. None: all.
             attn_mask: boolean, (B, N), False for padding: see `forward` of the attention.
         """
         masked = {} if attn_mask is None else {"attn_mask": attn_mask}

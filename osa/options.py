@@ -56,8 +56,8 @@ class Architecture:
     num_iterations: int | None = _option(None, least=1, attention=("orthogonal",))
     epsilon: float | None = _option(None, least=0, attention=("orthogonal",))
     alpha_times_depth: float | None = _option(None, above=0, attention=("orthogonal",))
-    """α L, which replaces `alpha`. L layers with S = α/√d_v · X W̃ Xᵀ, ‖W̃‖₂ = 1 (Section 4.2) and with W^O drawn for all
-    h heads together multiply gradients by at most exp(2 L √h ‖X‖₂² α/√d_v)."""
+    """α L for L blocks; it replaces `alpha`. If S = α/√d_v · X W̃ Xᵀ with ‖W̃‖₂ = 1 (Section 4.2) and W^O is drawn for all
+    h heads together, L attention layers multiply gradients by at most exp(2 L √h ‖X‖₂² α/√d_v)."""
     kernel: KernelKind | None = _option(None, attention=("signal_preserving",))
     """This option and the next four are arguments of `signal_preserving_attention`, which needs `kernel` and
     `kernel_last`."""
@@ -80,7 +80,7 @@ class Architecture:
     normalise_tokens: bool = False
     """Divide each token by its root mean square before the first block."""
     normalised_skip: float | None = _option(None, above=0)
-    """L (1 − α²) of the skips α x + √(1 − α²) f(x), a number below L. None: the skips are x + f(x)."""
+    """L (1 − α²), below L, which sets α in the skips α x + √(1 − α²) f(x). None: the skips are x + f(x)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Sizes, Initialisation, Architecture):
-    """Every option of a model, with the paper's values as defaults. Numbers are converted to Python's own types.
+    """Every option of a model, with the paper's values as defaults. Numbers are converted to int or float.
 
     Raises:
         ValueError: an option has an impossible value, or belongs to another kind of attention.
@@ -183,7 +183,7 @@ def check_attention_options(options: dict[str, Any]) -> None:
 
 
 def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any:
-    """Returns the value of an option, a number as Python's own type. Raises ValueError if the value is impossible."""
+    """Returns the value of an option, with numbers as int or float. Raises ValueError if the value is impossible."""
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
@@ -265,7 +265,7 @@ class MethodOptions(TypedDict):
 
 
 def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
-    """Raises ValueError if the method is unknown, a number is out of range, or the method does not take `num_iterations`."""
+    """Raises ValueError for an unknown method, a number out of range, or `num_iterations` if the method has none."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     if num_iterations is not None and method not in ITERATIONS:
@@ -301,7 +301,7 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: osa_qr without a basis, and with a gradient through QR
+    # Not in the paper: the function of osa_qr, computed without a basis, and with the gradient taken through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of the exponential
@@ -310,7 +310,7 @@ MODELS: dict[str, ModelOptions] = {
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # The attention of He et al. 2023, and softmax attention with the skips of espa_skip
+    # The attention layers of He et al. 2023, and softmax attention with the skips of espa_skip
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,
@@ -320,7 +320,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of each MLP are drawn from one frame, which 72 blocks of this width need
+# Both layers of each MLP are built from one orthonormal frame, as 72 blocks of this width need
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,

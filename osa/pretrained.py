@@ -53,12 +53,12 @@ SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
 def save_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Saves a model of `create_model` or `build_vit` in a folder, with a model card unless the folder has a README.md.
+    """Saves a model from `create_model` or `build_vit` in a folder, with a model card unless the folder has a README.md.
 
     A parametrised weight is saved as its computed value. Hooks are not saved.
 
     Args:
-        model: the model, or a wrapper of it: torch.compile, data parallel, or an average of weights.
+        model: the model, possibly wrapped for torch.compile, data parallelism or weight averaging.
         folder: the folder; it is created if it does not exist.
 
     Raises:
@@ -90,7 +90,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS_FILE).is_dir():
         raise ValueError(f"{folder} is no folder that a model can be written to: give another one")
     folder.mkdir(parents=True, exist_ok=True)
-    # copies, since safetensors writes no tensors that share memory
+    # copies, because safetensors refuses tensors that share memory
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     save_file(whole, folder / WEIGHTS_FILE)
     config = {"model": model_name(model.config)} | dataclasses.asdict(model.config)
@@ -151,17 +151,17 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
 
 
 def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTransformer:
-    """Loads a model that `save_pretrained` has saved: in evaluation mode, on the CPU, and in the type of its weights.
+    """Loads a model that `save_pretrained` saved, on the CPU, in evaluation mode and in the type of the saved weights.
 
     Args:
         path: the folder, or a file with weights of the model that `create_model(name)` builds.
-        name: a name in `MODELS`, required for a file of weights. A folder's model must have this name, but may have any
+        name: a name in `MODELS`, required for a file of weights. A folder must hold the model of this name, but with any
             sizes and initialisation.
 
     Raises:
         FileNotFoundError: the path does not exist.
         ValueError: the folder has a model of another name, weights and configuration disagree, `name` is missing, the
-            weights have several types, or the file is a pointer of Git LFS or a shard.
+            weights have several types, or the file is a Git LFS pointer or a shard.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -239,13 +239,13 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG_FILE
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        options = {option: value for option, value in options.items() if value is not None}  # absent options become None
+        options = {option: value for option, value in options.items() if value is not None}  # None is the default
         names = [each for each in (name, options.pop("model", None)) if each is not None]
         with torch.device("meta"):
             model = build_vit(**options)
         for each in names:
             check_model(each)
-    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError if JSON is too deep or sizes are too large
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: JSON is nested too deeply or sizes are too large
         raise ValueError(f"{path} is no configuration of a model: {error}") from None
     for each in names:
         for option, value in MODELS[each].items():
@@ -259,7 +259,7 @@ def _remedy(folder: Path) -> str:
     if str(folder) in MODELS:
         return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
     if not folder.exists():
-        if folder.is_absolute() or len(folder.parts) != 2:  # owner/name may be a model of the Hub
+        if folder.is_absolute() or len(folder.parts) != 2:  # owner/name may be a model on the Hub
             return ""
         return f"; if it is on the Hub, give what huggingface_hub.snapshot_download({str(folder)!r}) returns"
     files = sorted(file.name for file in folder.glob("*.safetensors"))

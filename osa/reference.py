@@ -42,14 +42,14 @@ def cayley_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | T
 
 
 def qr_basis(m: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """B, (..., N, min(N, 2d_v)), of the reduced QR decomposition M = B R for M = [Q, K]: Section 3."""
+    """The factor B, (..., N, min(N, 2d_v)), of the reduced QR decomposition M = B R, where M = [Q, K] (Section 3)."""
     return torch.linalg.qr(m.to(dtype)).Q
 
 
 def newton_schulz_basis(
     m: Tensor, *, num_iterations: int = 6, epsilon: float = 1e-7, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """B = M_K, (..., N, 2d_v), of the Newton–Schulz iteration for M = [Q, K]: Eq. 9 as written, on N×2d_v matrices.
+    """B = M_K, (..., N, 2d_v), the last Newton–Schulz iterate for M = [Q, K]: Eq. 9 as written, on N×2d_v matrices.
 
     M₀ = M/(‖M‖_F + ε),  M_{k+1} = ½ M_k (3I − M_kᵀM_k).
     After K = 6 steps (Appendix D), small singular values remain below 1, and B is not orthonormal.
@@ -65,7 +65,7 @@ def newton_schulz_basis(
 def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Tensor) -> Tensor:
     """I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, (..., N, N): Eq. 6 and 7 (Theorem 2.1).
 
-    The matrix is exp(S) if B is orthonormal and spans Q and K. Otherwise Theorem 3.1 bounds the error.
+    The matrix is exp(S) if B's columns are orthonormal and span those of Q and K. Otherwise Theorem 3.1 bounds the error.
     """
     small = basis.mT @ skew(query, key, scale) @ basis  # (..., r, r)
     exp_minus_identity = _exponential(small) - torch.eye(small.shape[-1]).to(small)
@@ -91,7 +91,7 @@ def multi_head_orthogonal_attention(
 ) -> Tensor:
     """M-OSA(X) = Σᵢ Aᵢ(X) X Wᵢ^V Wᵢ^O, (..., N, d): Eq. 3 to 5, as a loop over the heads i.
 
-    The weights multiply from the right, as in the paper, so they are blocks of transposed `torch.nn.Linear.weight`.
+    The weights multiply from the right, as in the paper, so each is a block of the transpose of a `torch.nn.Linear.weight`.
 
     Args:
         x: X, (..., N, d).
@@ -111,5 +111,5 @@ def multi_head_orthogonal_attention(
 
 
 def _exponential(s: Tensor) -> Tensor:
-    """exp(S) by `matrix_exp` of a batch: for a single small matrix its error reaches 3.3e-10 (PyTorch issue 196592)."""
+    """exp(S) from a batch of two: `matrix_exp` of one small matrix has an error of up to 3.3e-10 (PyTorch issue 196592)."""
     return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

@@ -36,10 +36,10 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL_NORM = 64.0  # maximum ‖[S]‖_F of `_is_small`
-# Maximum scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used. Independent entries give about √(d/2)
+SMALL_NORM = 64.0  # maximum ‖[S]‖_F that `_is_small` accepts
+# Maximum scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used. Independent entries of Q and K give about √(d/2)
 CANCELLATION = 16.0
-# Limits of eps · scale · ‖M‖_F² above which iterations are in float64, and above which no digit is correct
+# Values of eps · scale · ‖M‖_F² above which the iterations run in float64, and above which no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 
 
@@ -48,7 +48,7 @@ def plain_attention(
 ) -> Tensor:
     """Computes exp(S) V, (..., N, d_value), by the function that `_ROUTES` has for the method.
 
-    The function gets tensors of one type and batch: query and key (b, N, d), value (b, N, d_value) and scale (b, 1, 1).
+    The function gets tensors of one type and batch size: query and key (b, N, d), value (b, N, d_value), scale (b, 1, 1).
     """
     with without_autocast(query.device), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # `polar_express_gram` needs float64
@@ -64,7 +64,7 @@ def plain_attention(
 def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """exp(S) V as in Section 3, by torch's QR and matrix exponential, which autograd differentiates.
 
-    The derivative of QR contains R⁻¹, so the gradient is undefined if M is rank-deficient. For a single matrix, also in a
+    The derivative of QR contains R⁻¹, so the gradient is undefined if M is rank-deficient. For a single matrix, even in a
     batch of one, `matrix_exp` has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
     """
     m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
@@ -74,7 +74,7 @@ def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Ten
     return value + basis @ ((torch.linalg.matrix_exp(small) - identity_like(small)) @ (basis.mT @ value))  # Eq. 6, times V
 
 
-# Computes f(Z) Y for A = I + S f(S): φ₁(Z) Y, or (I − Z/2)⁻¹ Y for the Cayley transform
+# A function of Z and Y that computes f(Z) Y, where A = I + S f(S): φ₁(Z) Y, or (I − Z/2)⁻¹ Y for the Cayley transform
 PhiTimes = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -88,7 +88,7 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V by Gram matrices of M, or of M T (see `balanced`), or by a basis if balancing does not suffice.
 
-    If N < 2d, S is smaller than a Gram matrix, and replaces it unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, S is smaller than a Gram matrix, and is used instead unless Q Kᵀ and K Qᵀ nearly cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -123,8 +123,8 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
     """Computes A V with M R⁻¹, whose columns are nearly orthonormal, in place of M. Returns NaN where precision is lost.
 
     A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹ for every invertible R, so derivatives of every order
-    may treat R as a constant. With R from `gram_factor`, the error is at most about eps · scale · ‖M‖_F². ONNX has no
-    Cholesky decomposition, and takes R = I.
+    may treat R as a constant. With R from `gram_factor`, the error is at most about eps · scale · ‖M‖_F². For ONNX,
+    which has no Cholesky decomposition, R is I.
     """
     m = balanced(m)
     if goes_to_onnx():
@@ -139,7 +139,7 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type for inputs that may lose precision: float64 on the CPU, where it takes twice the time."""
+    """Returns the type for inputs that may lose precision: float64 on the CPU, where it only doubles the time."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
@@ -188,7 +188,7 @@ _ROUTES: dict[str, Callable[..., Tensor]] = {
     "polar_express": partial(_iterated, polar_express_gram),
 }
 
-Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # computes T of A V = V + M T, given MᵀM, MᵀV and scale
+Mixing = Callable[[Tensor, Tensor, Tensor], Tensor]  # computes the factor T in A V = V + M T, given MᵀM, MᵀV and scale
 
 
 @torch.no_grad()
@@ -235,7 +235,7 @@ class _ByGram(torch.autograd.Function):
 
 
 def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
-    """Computes A V from M (b, N, 2d), with S = M J Mᵀ, and V (b, N, d_value) by an orthonormal basis of M's columns."""
+    """Computes A V from M (b, N, 2d), with S = M J Mᵀ, and V (b, N, d_value) with an orthonormal basis of M's columns."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(*torch.bmm(basis.mT, m).chunk(2, dim=-1)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
     return torch.baddbmm(v, basis, _moved(function, skew, w))
@@ -258,11 +258,11 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with a gradient that does not differentiate the basis, as the result does not depend on it.
+    """`_by_differentiable_basis`, but the backward pass does not differentiate B: the result is the same for every basis.
 
     With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
-    let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B moves B too. This
-    adds, to first order, (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
+    let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B also changes B.
+    To first order, this adds to the result (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
 

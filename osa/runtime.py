@@ -28,7 +28,7 @@ def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
 
 
 def is_eager(*but: TransformType) -> bool:
-    """True outside traces, forward-mode derivatives and function transforms, except for the transforms in `but`."""
+    """True outside traces, forward-mode derivatives and function transforms. The transforms in `but` are allowed."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -39,7 +39,7 @@ def is_eager(*but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorates a function, so that a trace takes the function's result as a constant."""
+    """Decorates a function, so that tracing treats its result as a constant."""
     function.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result takes seconds to import
     return function
 
@@ -81,7 +81,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises an error on the device if `condition`, (), is false, without waiting for the device. Traces keep the check."""
+    """Raises an error on the device if a scalar tensor is false, without waiting for the device. Traces keep the check."""
     torch._assert_async(condition, message)
 
 

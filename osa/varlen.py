@@ -1,4 +1,4 @@
-"""Orthogonal attention of packed sequences: one tensor holds sequences of different lengths, one after the other."""
+"""Orthogonal attention for packed sequences: one tensor holds sequences of different lengths, one after the other."""
 
 import itertools
 
@@ -23,17 +23,17 @@ def orthogonal_attention_varlen(
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """`orthogonal_attention` of each sequence in a pack, (total, heads, d), with `cu_seqlens` as in FlashAttention.
+    """Applies `orthogonal_attention` to each sequence of packed tensors, with `cu_seqlens` as in FlashAttention.
 
-    Zeros pad the sequences to the length of the longest, so pack sequences of similar length together. Padding changes the
-    output only by rounding. Reading the lengths waits for the GPU, and breaks the graph of torch.compile.
+    The sequences are padded with zeros to the length of the longest, so pack sequences of similar length. Padding changes
+    the output only by rounding. Reading the lengths waits for the GPU, and causes a graph break under torch.compile.
 
     Args:
         query, key: (total, heads, d).
         value: (total, heads, d_value).
-        cu_seqlens: offsets 0, n₁, n₁ + n₂, …, total of the B sequences, (B + 1,), whole numbers, on any device.
-        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`. One scale per head is
-            (heads, 1, 1). The gradient of "qr_literal" needs sequences of equal length.
+        cu_seqlens: offsets of the B sequences, 0, n₁, n₁ + n₂, …, total: integers, (B + 1,), on any device.
+        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`. For one scale per
+            head, the shape is (heads, 1, 1). The gradient of "qr_literal" is defined only if all lengths are equal.
 
     Returns:
         (total, heads, d_value).

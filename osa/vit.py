@@ -1,4 +1,4 @@
-"""The Vision Transformer of Appendix D. Every model of the paper is this class with its own attention and options."""
+"""The Vision Transformer of Appendix D. The models of the paper are this class with different attention and options."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ from osa.modules import MLP, Block
 from osa.options import NORM_EPS, ModelConfig
 from osa.runtime import uncompiled
 
-# For each block its patches, or a pair of its patches and its [cls]
+# One entry per block: its patches, or a pair of its patches and its [cls]
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]
 
 
@@ -34,7 +34,7 @@ class VisionTransformer(nn.Module):
         attention: a function that returns the attention module of a block, given the number of the block, 0 to depth − 1.
         skip, norm, norm_eps, shortcut: see `Block`. `norm` also adds a final LayerNorm.
         activation: activation of the MLPs.
-        normalise_tokens: divide each token by its root mean square before the first block, without parameters.
+        normalise_tokens: divide each token by its root mean square before the first block, without learned parameters.
         in_channels: channels of the image.
         embedding_std: σ of positions and [cls].
 
@@ -140,11 +140,11 @@ class VisionTransformer(nn.Module):
             images: (B, C, H, W).
             indices: numbers of blocks. A negative number counts from the end. An int n, instead of numbers, means the last n
                 blocks. None: all blocks.
-            return_prefix_tokens: return a pair for each block, its patches and its [cls], (B, 1, d).
+            return_prefix_tokens: for each block return a pair: its patches, and its [cls] (B, 1, d).
             norm: apply the final norm to each output.
             stop_early: stop after the last chosen block, and compute the features from its output.
             output_fmt: shape of the patches: "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
-            intermediates_only: return no features.
+            intermediates_only: return the list without the features.
             output_dict: return a dict with keys "image_features", "image_intermediates" and "image_intermediates_prefix".
 
         Returns:
@@ -193,7 +193,7 @@ class VisionTransformer(nn.Module):
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a new one with Xavier weights, or by none for 0 classes. Device and type stay the same."""
+        """Replaces the head by a new one with Xavier weights, or removes it for 0 classes. Device and type are kept."""
         token = self.cls_token  # adapters may replace layers, but not this parameter
         self.head = nn.Identity()
         if num_classes:

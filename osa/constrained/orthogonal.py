@@ -26,7 +26,7 @@ ORTHONORMAL = 1e-4
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates a map, which then computes bfloat16 and float16 in float32, without TF32, and rounds the result."""
+    """Decorates a map: it then computes bfloat16 and float16 inputs in float32, without TF32, and rounds the result."""
 
     @wraps(rotation)
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
 
-    Planes with the same i + j share no index, and planes that share an index have the same order by i + j. So 2n − 3 steps
+    Planes with the same i + j share no index, and sorting by i + j keeps the order of planes that share one. So 2n − 3 steps
     of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass undoes the steps
     one by one, so that its memory is O(n²). Second derivatives raise an error.
     """
@@ -182,8 +182,8 @@ MAPS: dict[Map, Callable[..., Tensor]] = {
 class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
-    The parameter is the n(n − 1)/2 numbers of X below the diagonal. X starts at 0, which leaves the weight unchanged to the
-    bit. The sign of det W is always that of det B. Weight decay on X pulls W towards B.
+    The parameter consists of the n(n − 1)/2 numbers of X below the diagonal. X starts at 0, which leaves the weight
+    unchanged to the bit. The sign of det W is always that of det B. Weight decay on X pulls W towards B.
 
     Args:
         name: one of `MAPS`.
@@ -271,7 +271,7 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Returns W, orthonormal, after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
+    """Returns an orthonormal W after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
     exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998). This is orthogonal attention (Eq. 5) with query K, and
@@ -303,7 +303,7 @@ Views = tuple[Tensor, ...]  # views of weights, (count, rows, d) each, whose sta
 class Constraint:
     """Groups of projections of an attention layer: the stacked weights of a group are orthonormal.
 
-    If `per_head`, each head has a stack of its own. Otherwise, whole matrices are stacked.
+    If `per_head`, the weights of each head are stacked separately. Otherwise, whole matrices are stacked.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -334,7 +334,7 @@ CONSTRAINTS: dict[HeadConstraint | WholeConstraint, Constraint] = {
 
 
 def constrain_(model: nn.Module, name: str, by: str) -> None:
-    """Replaces the weights that a constraint names, in every block, by the nearest orthonormal ones.
+    """Replaces the weights that a constraint names, in every block, with the nearest orthonormal ones.
 
     Args:
         model: a model with `blocks`, each with an `attention`.
@@ -390,9 +390,7 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Looks up the views of each group's weights in every block anew, because the model may have moved to another
-        device.
-        """
+        """Looks up the views of each group in every block at each call, as the model may have moved to another device."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

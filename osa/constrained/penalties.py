@@ -17,13 +17,13 @@ from osa.vit import blocks_of
 def gram_penalty(weight: Tensor) -> Tensor:
     """Σ (σᵢ² − 1)² over the singular values of W, summed over the batch.
 
-    The sum is the minimum of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², which differ by |m − n|. Its gradient is 4 W (WᵀW − I).
+    The sum is the smaller of ‖WᵀW − I‖_F² and ‖WWᵀ − I‖_F², which differ by |m − n|. Its gradient is 4 W (WᵀW − I).
 
     Args:
         weight: (..., m, n).
 
     Returns:
-        ().
+        A scalar tensor, ().
 
     Example:
         >>> gram_penalty(2 * torch.eye(3))
@@ -37,8 +37,8 @@ def gram_penalty(weight: Tensor) -> Tensor:
 def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch, for A (B, num_heads, N, N).
 
-    For a row-stochastic A, the penalty is 0 only if A is a permutation. It is N(N − 1) at most, if all rows are one unit
-    vector. Uniform attention is a saddle point with penalty N − 1.
+    For a row-stochastic A, the penalty is 0 only if A is a permutation. Its maximum, N(N − 1), is reached if all tokens
+    attend to one token alone. Uniform attention is a saddle point with penalty N − 1.
     """
     return gram_penalty(a) / len(a)
 
@@ -56,7 +56,7 @@ def projection_penalty(attention: Attention, *, separate: bool = False) -> Tenso
 
 
 def mlp_penalty(mlp: TwoLayers) -> Tensor:
-    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), less the constant |hidden − d|."""
+    """L_LF = ‖M₁ᵀM₁ − I‖_F² + ‖M₂ᵀM₂ − I‖_F² (Section 2.1), minus the constant |hidden − d|."""
     return gram_penalty(mlp.fc1.weight) + gram_penalty(mlp.fc2.weight)
 
 
@@ -88,12 +88,12 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 
 
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Returns the output of the model, and a penalty, (), summed over its blocks.
+    """Returns the output of the model, and the sum of a penalty over its blocks, a scalar tensor.
 
     A penalty on attention matrices computes them again from the inputs of the attention layers, in N² memory per head.
 
     Args:
-        model: a model with `blocks`, each with an `attention` and an `mlp`, or its wrapper, such as DistributedDataParallel.
+        model: a model with `blocks`, each with an `attention` and an `mlp`, or a wrapper of one, such as data parallelism.
         images: input of the model.
         name: one of `PENALTIES`.
 

@@ -1,4 +1,4 @@
-"""Attention layers with a given initial attention matrix, or with the identity (He et al. 2023)."""
+"""Softmax attention whose initial attention matrix is a given one or the identity (He et al. 2023)."""
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class ValueSkipInitSelfAttention(SelfAttention):
 
         heads_i = α_i V_i + β_i softmax(Q_i K_iᵀ/√d_v) V_i
 
-    Each head has an α_i, `shortcut`, initially 1, and a β_i, `residual`, initially 0. There are no biases.
+    Each head has an α_i (`shortcut`, initially 1) and a β_i (`residual`, initially 0). There are no biases.
 
     Raises:
         ValueError: num_heads does not divide embed_dim.

@@ -22,11 +22,11 @@ LEAST_ENTRY = 1e-15  # smaller entries of A are raised to this number, because r
 
 
 def attention_between(kernel: KernelKind, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:
-    """A = R(after) R(before)^{-1} with R Rᵀ = Σ, which maps a kernel to the next: A Σ(before) Aᵀ = Σ(after) (Eq. 8).
+    """A = R(after) R(before)^{-1} with R Rᵀ = Σ, so that attention maps Σ(before) to A Σ(before) Aᵀ = Σ(after) (Eq. 8).
 
-    If causal, R is the Cholesky factor, and A is lower triangular with entries ≥ 0 (Theorems 1 and 2). Theorem 3 gives its
-    closed form for exponential kernels. If not causal, R is the symmetric square root (Appendix A). The entries of A are
-    again ≥ 0: for exponential kernels by numerical evidence, and for uniform kernels because
+    If causal, R is the Cholesky factor, and A is lower triangular with entries ≥ 0 (Theorems 1 and 2). For exponential
+    kernels, Theorem 3 gives A in closed form. If not causal, R is the symmetric square root (Appendix A). The entries of A
+    are again ≥ 0: for exponential kernels by numerical evidence, and for uniform kernels because
 
         A = s₂ I + (s₁ − s₂) 11ᵀ/N,        s₁² = (1 + (N − 1)ρ_l)/(1 + (N − 1)ρ_{l−1}),        s₂² = (1 − ρ_l)/(1 − ρ_{l−1}).
 
@@ -34,7 +34,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
         (N, N), float64.
 
     Raises:
-        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, for which A needs negative entries.
+        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, which needs negative entries in A.
     """
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
@@ -90,8 +90,8 @@ def signal_preserving_attention(
 ) -> Tensor:
     """Returns the attention matrices A_1, …, A_L of U-SPA (uniform kernels) or E-SPA (exponential kernels).
 
-    If a fraction r of the tokens repeats others, Σ̄_0 = (1 − r) I + r 11ᵀ on average (Eq. 12). U-SPA then starts from ρ_0 =
-    r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
+    If a fraction r of the tokens repeats others, the average of Σ_0 is Σ̄_0 = (1 − r) I + r 11ᵀ (Eq. 12). U-SPA then starts
+    from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
 
     Args:
         kernel: one of `KERNEL_KINDS`.

@@ -19,7 +19,7 @@ def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, ar
 def launch_resident(
     kernel, count: int, tensors: tuple[Tensor, ...], strides: list, scratch_size: int, arguments: dict
 ) -> None:
-    """Divides `count` matrices among as many programs as the device runs at once, each with its own scratch memory."""
+    """Launches a kernel for `count` matrices, in at most as many programs as run at once. Each has scratch memory."""
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))
     scratch = make_scratch(programs, scratch_size, device)
@@ -42,12 +42,12 @@ def has_wgmma(device: torch.device) -> bool:
 
 
 def capability(device: torch.device) -> int:
-    """Major compute capability of a GPU. "meta" means the current GPU. Without a GPU the result is 9, Hopper's."""
+    """Major compute capability of a GPU. "meta" stands for the current GPU. Without a GPU, the result is 9 (Hopper)."""
     return torch.cuda.get_device_capability(None if device.type == "meta" else device)[0] if _has_gpu(device) else 9
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU. "meta" means the current GPU. Without a GPU the result is 1."""
+    """Number of multiprocessors of a GPU. "meta" stands for the current GPU. Without a GPU, the result is 1."""
     if not _has_gpu(device):
         return 1
     return torch.cuda.get_device_properties(None if device.type == "meta" else device).multi_processor_count

@@ -1,6 +1,6 @@
 """Registers the kernels as operators, which autograd, torch.func and torch.compile call as black boxes.
 
-Of the backends short/, hopper/ and long/, in this order, the first that accepts the tensors of a call launches its kernels.
+A call goes to the first backend that accepts its tensors, in the order short/, hopper/, long/.
 """
 
 import functools
@@ -24,9 +24,9 @@ from osa.routes import plain_attention
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/, once for all lengths
+TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/; the result counts for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
-HOPPER_TOLERANCE = 1e-2  # above the rounding error, 3e-3 to 6e-3, and below the error of a missing product, 2e-2
+HOPPER_TOLERANCE = 1e-2  # above the rounding errors (3e-3 to 6e-3), and below the error if a product is missing (2e-2)
 PHI1_TOLERANCE = 1e-5
 
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
     def method(self) -> str: ...
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns the names of the kernels that a call with these tensors may launch, or () if the backend rejects them."""
+        """Returns the names of the kernels that a call with these tensors may launch, or () if it rejects the tensors."""
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
         """Shape of the float32 tensor that the forward pass saves for the backward pass."""
@@ -48,17 +48,17 @@ class Backend(Protocol):
     def backward(
         self, inputs: Inputs, saved: Tensor, grad: Tensor, grads: Inputs, num_iterations: int, epsilon: float
     ) -> None:
-        """Writes the gradients of query, key, value and scale to `grads`, given the gradient of the output, `grad`."""
+        """Writes the gradients of query, key, value and scale to `grads`, given `grad`, the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns a number per matrix, NaN if the output has lost precision, or None if precision is never lost."""
+        """Returns a number per matrix, NaN if its output lost precision. Returns None if the backend never reports that."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if `attend` accepts these CUDA tensors.
 
-    The first call tests the kernel. If the kernel does not compile, or does not agree with the plain route, the test warns
-    once, and every call returns False. No test runs while a CUDA graph is captured, so call once before the capture.
+    The first call with a kernel tests it. If the kernel does not compile, or disagrees with the plain route, the test warns
+    once, and this and later calls return False. No test runs while a CUDA graph is captured, so call once before that.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -86,14 +86,14 @@ def fits_phi1(z: Tensor, y: Tensor) -> bool:
 
 
 def phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """φ₁(Z) Y of matrices that `fits_phi1` accepts, Z (b, n, n) and Y (b, n, m)."""
+    """φ₁(Z) Y for matrices Z (b, n, n) and Y (b, n, m) that `fits_phi1` accepts."""
     return _phi1_operator(z.contiguous(), y.contiguous())
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """`osa.orthogonal_attention` of tensors that `fits` accepts."""
+    """`osa.orthogonal_attention` for tensors that `fits` accepts."""
     if not isinstance(scale, Tensor):
         scale = query.new_full((1, 1), scale, dtype=torch.float32)
     batch, inputs = _as_heads(query, key, value, scale)
@@ -105,7 +105,7 @@ def attend(
 
 
 def _as_heads(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> tuple[torch.Size, list[Tensor]]:
-    """Returns the batch shape, and the inputs as (batch, heads, N, width) and (batch, heads, 1, 1)."""
+    """Returns the batch shape, and a list: query, key and value (batch, heads, N, width), and scale (batch, heads, 1, 1)."""
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in (query, key, value)))
     inputs = [x.expand(*batch, *x.shape[-2:]) for x in (query, key, value, scale.view(*scale.shape[:-2], 1, 1))]
     if len(batch) != 2:
@@ -168,7 +168,7 @@ def _empty_grads(query, key, value, scale, *others):
 
 def _save(ctx, inputs, output) -> None:
     *tensors, ctx.num_iterations, ctx.epsilon = inputs
-    ctx.set_materialize_grads(False)  # makes no zeros for the gradient of the saved tensor
+    ctx.set_materialize_grads(False)  # allocates no zeros for the gradient of the saved tensor
     ctx.save_for_backward(*tensors, output[1])
 
 
@@ -228,7 +228,7 @@ class _Gradients(torch.autograd.Function):
 
 
 def _mapped(function: type[torch.autograd.Function], size: int, in_dims: tuple, arguments: tuple) -> tuple[tuple, tuple]:
-    """Implements vmap by folding mapped dimensions into the batch. Returns outputs, and the mapped dimension of each."""
+    """Implements vmap by folding mapped dimensions into the batch. Returns the outputs, and the mapped dimension of each."""
     operator, *tensors, num_iterations, epsilon = arguments
     folded = []
     for x, dim in zip(tensors, in_dims[1:-2], strict=True):
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """True if operations run immediately, apart from transforms in `but`, or under torch.compile without transforms."""
+    """True outside traces and transforms, apart from those in `but`. Under torch.compile, True outside transforms."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 
@@ -286,7 +286,7 @@ _VERDICTS: dict[tuple, bool] = {}  # arguments of `_agrees` → result
 
 @constant_to_a_trace
 def _is_verified(*kernel) -> bool:
-    """True if a kernel has passed the test of `_agrees`, which runs once, and never while a CUDA graph is captured."""
+    """True if a kernel has passed `_agrees`. This test runs once, and never while a CUDA graph is captured."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and nothing will run
     if kernel not in _VERDICTS and not torch.cuda.is_current_stream_capturing():
@@ -295,7 +295,7 @@ def _is_verified(*kernel) -> bool:
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles the kernels of a call and its gradients in parallel. A kernel that fails raises its error at its launch."""
+    """Compiles the kernels of a call and of its gradients in parallel. Errors are raised when a kernel is launched."""
     meta = [x.detach().to("meta") for x in inputs]
     with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         if form == "phi1":
@@ -315,7 +315,7 @@ def _agrees(
 ) -> bool:
     """True if a kernel's output and gradients on this device match the plain route's on the CPU in float64.
 
-    Any error of Triton, the C compiler or the driver rejects the kernel.
+    Any error from Triton, the C compiler or the driver rejects the kernel.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
     if form == "parts":  # few heads and a long sequence, as "parts" requires
@@ -333,7 +333,7 @@ def _agrees(
             *inputs, grad = (torch.randn(batch, 3, tokens, each, generator=generator) for each in widths)
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50, where a term takes three products.
+            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50. At 50, a term takes three products.
             if form != "short":
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))

@@ -1,7 +1,7 @@
 """Products and sums of small matrices within one Triton program, in full float32.
 
-A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset). A function that loops over tiles is called,
-not inlined: between calls a program holds few numbers, so no register spills, and a kernel compiles in seconds.
+A matrix is a tuple (pointer, row stride, column stride, rows, columns, offset). Functions that loop over tiles are not
+inlined. A program then holds few numbers between calls, so registers do not spill, and a kernel compiles in seconds.
 
 In all kernels, the name of a matrix in memory is its letter in the equations. The prefix p_ marks a pointer, b_ a block of
 entries in registers, i_ an index, and o_ an offset or an array of row or column numbers.
@@ -13,24 +13,24 @@ import triton.language as tl
 MAX_ROWS = tl.constexpr(32)  # rows of a tile, and maximum number of rows of a matrix in short/blocks.py
 BLOCK = tl.constexpr(16)
 LARGEST_NORM = tl.constexpr(16384.0)  # maximum ‖S‖₂: above it, exp(S) has no correct digit in float32
-NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # c ‖M‖_F² above which float32 gives no correct digit, as in osa/routes.py
+NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # maximum c ‖M‖_F²: above it, no digit is correct in float32, as in osa/routes.py
 
 
 @triton.jit
 def matrix(scratch, rows, columns):
-    """Returns a row-major matrix at the start of the free scratch memory, and the memory that stays free after it."""
+    """Returns a row-major matrix at the start of the free scratch memory, and the scratch memory that remains."""
     return (scratch[0], columns, 1, rows, columns, scratch[1]), (scratch[0], scratch[1] + rows * columns)
 
 
 @triton.jit
 def scratch_at(pointer):
-    """Scratch memory at a pointer. Offsets into it are constants and take no register."""
+    """Scratch memory at a pointer. Offsets into it are constants and take no registers."""
     return (pointer, tl.full([], 0, tl.int32))
 
 
 @triton.jit
 def slice_of(pointer, index, size):
-    """Slice number `index` of memory that is divided into slices of one size."""
+    """Slice number `index` of memory that is divided into slices of `size` entries."""
     return scratch_at(pointer + (tl.full([], 0, tl.int64) + index) * size)
 
 
@@ -93,7 +93,7 @@ def dot(b_a, b_b, b_sums):
 
 @triton.jit(noinline=True)
 def multiply(out, a, b, alpha, add, beta):
-    """out ← α A B + β C, or α A B if C is None. `out` may be C. It may also be B if B has at most MAX_ROWS rows."""
+    """out ← α A B + β C, or α A B if C (`add`) is None. `out` may be C, or B if B has at most MAX_ROWS rows."""
     for row in range(0, out[3], MAX_ROWS):
         o_rows = row + tl.arange(0, MAX_ROWS)
         for column in range(0, out[4], BLOCK):

@@ -1,7 +1,7 @@
 """Launches the kernels of "exact" in bfloat16 on Hopper's tensor cores.
 
-The kernels of fused.py run one program per head. If there are few heads, the kernels of parts.py run instead, with one
-program per part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
+In the kernels of fused.py, a program computes whole heads. If there are few heads, the kernels of parts.py run instead, with
+one program per part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
 # multiprocessor to itself
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# Launch options of stepped.py. A program takes 110 kB of shared memory with one product per term, and 156 kB with three
+# Launch options of stepped.py. A program uses 110 kB of shared memory with one product per term, and 156 kB with three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
@@ -37,7 +37,7 @@ class Hopper:
     method: str
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns "fused", and for few heads also "parts". Inside vmap few heads may become many, which need "fused"."""
+        """Returns "fused", and for few heads also "parts". Inside vmap, few heads can become many, which need "fused"."""
         tensors, width = (query, key, value), query.shape[-1]
         fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
@@ -129,13 +129,13 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """Returns the number of programs, at most `share` per multiprocessor and one per head, and their scratch memory."""
+    """Returns the number of programs (at most one per head and `share` per multiprocessor), and their scratch memory."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 
 
 def _with_equal_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors with equal strides, adjacent columns, and rows aligned to 16 bytes, copied only if necessary."""
+    """Copies the tensors if necessary, so that strides are equal, columns adjacent, and rows aligned to 16 bytes."""
 
     def is_aligned(x: Tensor) -> bool:
         is_near = x.shape[-2] * x.stride(-2) < MAX_ENTRIES

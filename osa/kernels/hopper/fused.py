@@ -1,12 +1,12 @@
-"""Kernels of "exact" in bfloat16 on CUDA: one program computes a head of any number of tokens.
+"""Kernels of "exact" in bfloat16 on CUDA: one program computes a head with any number of tokens.
 
 With M = [Q, K], G = MᵀM, Z = c J G and Y = J MᵀV, the output is V + c M T with T = Σ Zᵏ Y / (k + 1)!. A first loop over the
-tokens sums G and (MᵀV)ᵀ. The terms of Tᵀ stay in registers, so that no product waits for memory, until a term is too small
-to change the output. A second loop reads the tokens again and writes the output.
+tokens sums G and (MᵀV)ᵀ. Then the program adds up the terms of Tᵀ until a term is too small to change the output. Terms stay
+in registers, so that no product waits for memory. A second loop reads the tokens again and writes the output.
 
-One bfloat16 product per term gives an error near the rounding of the output if ‖Z‖_F ≤ MAX_NORM, or if no row of |Z| sums to
-more than MAX_NORM / 2, which bounds ‖Z‖₂ if tokens are many and independent. Such a head has the state FUSED. Any other head
-has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to D columns in registers.
+One bfloat16 product per term gives an error near the output's rounding error if ‖Z‖_F ≤ MAX_NORM, or if the largest row sum
+of |Z|, a close bound on ‖Z‖₂ for many independent tokens, is at most MAX_NORM / 2. Such a head has the state FUSED. Any
+other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to D columns in registers.
 """
 
 import triton
@@ -51,7 +51,7 @@ def times_jt(b_x):
 
 @triton.jit
 def load_m(p_q, p_k, row_stride, o_rows, tokens, WIDTH: tl.constexpr):
-    """Loads rows of M = [Q, K] in copies of 16 bytes. Q and K are addressed as one matrix with a gap between them."""
+    """Loads rows of M = [Q, K], 16 bytes at a time. Q and K are addressed as one matrix with a gap between them."""
     o_columns = tl.arange(0, COLUMNS)
     o_gap = (p_k.to(tl.int64) - p_q.to(tl.int64)) // 2 - D  # in bfloat16 entries, which take two bytes
     p_m = p_q + tl.where(o_columns < D, o_columns, o_columns + o_gap)[None, :] + o_rows[:, None] * row_stride
@@ -88,7 +88,7 @@ def o_head(i_head, heads, strides):
 
 @triton.jit
 def load_scale(scale, i_head):
-    """Loads c of a head. Replaces 0 by 1e-30, which leaves the output unchanged, because `adjoint` divides by c."""
+    """Loads c of a head. Because `adjoint` divides by c, 0 becomes 1e-30, which leaves the output unchanged."""
     c = tl.load(scale + i_head).to(tl.float32)
     return tl.where(c == 0, 1e-30, c)
 
@@ -126,8 +126,8 @@ def p_panel(p_x):
 def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     """Returns c Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
 
-    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code takes
-    ‖G‖_F for ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. STORE assumes
+    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code uses
+    ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. STORE assumes
     that the head has the state FUSED.
     """
     b_gram *= c
@@ -180,7 +180,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Sets the state of every head, and computes the output of heads with state FUSED.
 
-    Query, key and value have the same strides, multiples of 8, and adjacent columns.
+    Query, key and value must have equal strides (multiples of 8) and adjacent columns.
     """
     i_head = tl.program_id(0)
     o_input = o_head(i_head, heads, strides)
@@ -245,13 +245,14 @@ def backward_kernel(
 ):  # fmt: skip
     """Computes the gradients of Q, K, V and c of heads with state FUSED, given the gradient E of the output.
 
-    Let t_0 = Y, t_{k+1} = Z t_k / (k + 2), T = Σ t_k and F = MᵀE. Starting from u = c Fᵀ J, each k from the last to 0 gives
-    s_k = u / (k + 2) and u ← c Fᵀ J − s_k Zᵀ. Then A₂ = grad X = uᵀ, grad G = c Σ s_kᵀ t_kᵀ, A₃ = grad G + (grad G)ᵀ, and
+    Let X = MᵀV, t_0 = Y, t_{k+1} = Z t_k / (k + 2), T = Σ t_k and F = MᵀE. Starting from u = c Fᵀ J, each k from the last to
+    0 gives s_k = u / (k + 2) and u ← c Fᵀ J − s_k Zᵀ. Then A₂ = grad X = uᵀ, grad G = c Σ s_kᵀ t_kᵀ,
+    A₃ = grad G + (grad G)ᵀ, and
 
         grad V = E + M A₂,        grad M = c E Tᵀ + V A₂ᵀ + M A₃,        grad c = ⟨F, e^Z Y⟩ = ⟨F, Y + Z T⟩.
 
-    A program takes one head after another. All gradients have the same strides. `scratch` holds a program's t_k, s_k and Y,
-    (D, COLUMNS) each, which stay in the caches.
+    A program computes one head after another. The gradients of Q, K and V have the same strides. `scratch` holds a program's
+    t_k, s_k and Y, (D, COLUMNS) each, which stay in the caches.
     """
     p_terms = p_panel(scratch + tl.program_id(0).to(tl.int64) * SCRATCH)
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):

@@ -1,17 +1,17 @@
-"""Kernels for the heads that fused.py does not compute. The kernels balance M and compute e^Z in steps.
+"""Kernels for the heads that fused.py and parts.py do not compute. The kernels balance M and compute e^Z in steps.
 
 M R replaces M, where R is symplectic, so S stays the same. R balances each pair of columns as `osa.linalg.balanced` does,
-but comes from G alone. With the balanced G, e^Z takes n steps of norm RADIUS or less,
+but comes from G alone. With the balanced G and Y = c J MᵀV, the kernels take n steps with ‖Z/n‖ ≤ RADIUS,
 
     Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
 (Al-Mohy & Higham 2011). Each step is a Taylor sum as in fused.py. The backward kernel stores the Y_j and goes through the
 steps in reverse.
 
-A first launch computes each term by one bfloat16 product. A head gets the state SPLIT_STEPS if it needs more than MAX_STEPS
-steps, if its Z is far from normal, or if its query and key nearly cancel. A second launch, with SPLIT, computes the heads
-with this state. It splits operands into a high and a low part in bfloat16, so that a term takes three products and keeps 16
-bits. If no digit is correct, the second launch sets the state to NaN.
+A first launch computes each term with one bfloat16 product. A head gets the state SPLIT_STEPS if it needs more than
+MAX_STEPS steps, if its Z is far from normal, or if its query and key nearly cancel. A second launch, with SPLIT, computes
+the heads with this state. It splits operands into a high and a low part in bfloat16, so that a term takes three products and
+keeps 16 bits. If no digit is correct, the second launch sets the state to NaN.
 
 In names, `shear` and `sigma` are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to
 Q, K and V.
@@ -35,7 +35,7 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, for which no term of a step is much larger than the first term
+RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n: up to it, no term of a step is much larger than the first term
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
 MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: if ‖Z‖₂ exceeds 2¹⁴, no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
@@ -43,11 +43,11 @@ MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 MAX_NONNORMALITY = tl.constexpr(16.0)
 # One product per term suffices if balancing divides ‖G‖_F by at most this number. Otherwise columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
-TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # see `TERM_TOLERANCE` of fused.py
+TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if `osa.linalg.imbalance` is larger, no digit is correct even with SPLIT
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
 
-# Offsets in a program's scratch, in float32 entries. Y has the offset 0
+# Offsets in a program's scratch, in float32 entries. Y, F and A₂ are stored as their transposes. Y has the offset 0
 #   O_F          F
 #   O_A          A₂
 #   O_GRAD_GRAM  grad G
@@ -210,7 +210,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def balanced_y(p_scratch):
-    """Returns Y R⁻ᵀ for the stored Y. Y R⁻ᵀ replaces Y if M R replaces M, because J Rᵀ = R⁻¹ J."""
+    """Returns Yᵀ R⁻ᵀ for the stored Yᵀ. It replaces Yᵀ if M R replaces M, because J Rᵀ = R⁻¹ J."""
     o_partners = (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_shear, b_sigma = p_scratch + O_BALANCE + COLUMNS, tl.load(p_scratch + O_BALANCE + o_partners)[None, :]
     return b_sigma * (
@@ -254,8 +254,8 @@ def step_count(radius):
 def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
     """Returns the square norm below which a term is too small to change the output.
 
-    A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂). The code takes
-    ‖G‖_F for ‖M‖₂².
+    A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂). The code uses
+    ‖G‖_F in place of ‖M‖₂².
     """
     factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     if SPLIT:
@@ -369,9 +369,10 @@ def stepped_backward_kernel(
     The kernel differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and
     let a (`b_later`) be the gradient with respect to Y_{j+1}, times J. For the last step a is zero. The terms t_k of a step
     have the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the
-    gradient a + u_0. The last a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
+    gradient a + u_0. The final a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over
+    steps.
 
-    With SPLIT, the kernel stores no Y_j. It computes Y_j = e^{−Z/n} Y_{j+1} again. Errors do not grow, because e^{Z/n}
+    With SPLIT, the kernel stores no Y_j, but recomputes Y_j = e^{−Z/n} Y_{j+1}. Errors do not grow, because e^{Z/n}
     preserves norms if M is balanced.
     """
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH

@@ -1,7 +1,7 @@
-"""Launches the kernels for long sequences and wide heads. Forward and backward each pass twice over the tokens.
+"""Launches the kernels for long sequences and wide heads.
 
-Each pass is a kernel of passes.py. Between the passes, torch computes T of V + M T from Gram matrices, or the gradients of
-the Gram matrices.
+The forward pass reads the tokens twice, and so does the backward pass, each time in a kernel of passes.py. In between, torch
+computes the factor T in V + M T from Gram matrices (forward), or the gradients of the Gram matrices (backward).
 """
 
 import math
@@ -22,9 +22,9 @@ METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrice
 MAX_WIDTH = 128  # maximum number of columns of query, key and value
 MIN_ROWS = 256  # minimum number of rows of a part of a sequence
 MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the square norm of a pair
-MIN_SHARE_LEFT = 2.0**-5  # float32 loses five bits if balancing leaves less than this share of a column's square norm
-# Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½. Errors of the output then stay below 100 eps ‖S‖₂. With a maximum of
-# 16, errors would grow with ‖S‖₂²
+MIN_SHARE_LEFT = 2.0**-5  # float32 loses over five bits if shearing leaves less than this share of a column's square norm
+# Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
+# 100 eps ‖S‖₂. With a maximum of 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
 MATRICES = 128  # number of matrices that autograd differentiates at once; each takes 2 MB at a width of 64
 Mixing = Callable[..., Tensor]  # `_mixed` with a method and its options
@@ -109,7 +109,7 @@ def _matrices(saved: Tensor, query: Tensor, value: Tensor) -> list[Tensor]:
 def _mixed(
     method: str, num_iterations: int, epsilon: float, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
 ) -> Tensor:
-    """Returns T of V + M T, given G = MᵀM, X = MᵀV and c and, for "exact", R and R⁻¹. Computes in float32, without TF32."""
+    """Returns T in V + M T, given G = MᵀM, X = MᵀV, c and, for "exact", R and R⁻¹. Computes in float32, without TF32."""
     with runtime.full_precision(gram.device), runtime.without_autocast(gram.device):
         if method == "exact":
             r, r_inverse = r_and_inverse
@@ -123,10 +123,10 @@ def _mixed(
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns R, R⁻¹, and whether precision is lost. M R⁻¹ replaces M, and R Z R⁻¹ replaces Z = c J G.
 
-    If Z is too far from normal for φ₁, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly skew. Otherwise R is I.
-    The result does not depend on R, so derivatives treat R as a constant. The rounding ΔG of G causes an error c R J ΔG R⁻¹
-    of R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about eps c ‖diag G‖ times the
-    root of the mean of G_ii (G⁻¹)_ii.
+    If Z is so far from normal that φ₁(Z) would be inaccurate, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly
+    skew. Otherwise R is I. The result does not depend on R, so derivatives treat R as a constant. The rounding error ΔG of G
+    causes an error c R J ΔG R⁻¹ in R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about
+    eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii.
     """
     z, identity = linalg.apply_j(c * gram), linalg.identity_like(gram)
     spectrum = linalg.square_moduli(z)
@@ -155,7 +155,7 @@ def _mixing_gradients(
 def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
     """Returns Π = G_K, the result of K Newton–Schulz iterations from G_0 = G / (‖M‖_F + ε)²."""
     square_norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    # The clamp makes the derivative of the root finite at M = 0.
+    # The clamp keeps the derivative of the square root finite at M = 0.
     norm = square_norm.clamp(min=torch.finfo(gram.dtype).tiny).sqrt()
     return linalg.newton_schulz_gram(gram / (norm + epsilon).square(), num_iterations)
 
@@ -163,7 +163,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Tensor) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    Unless γ (`shear`) is empty, the kernel shears the columns of M, and computes G and X only where `is_lost` is 1.
+    Unless γ (`shear`) is empty, the kernel shears the columns of M, and skips matrices whose `is_lost` is 0.
     """
     query, key, value, _ = inputs
     is_sheared = shear.numel() > 0
@@ -182,10 +182,10 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 
 
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns γ, (matrices, 2d, 1), and whether shearing by γ makes G inaccurate, (matrices, 1, 1).
+    """Returns γ, (matrices, 2d, 1), and whether G would be inaccurate after shearing by γ, (matrices, 1, 1).
 
-    The projection of the shorter column of a pair on the longer column is γ times the longer column. Shearing subtracts this
-    projection. The longer column has γ = 0.
+    The projection of the shorter column of a pair onto the longer column is γ times the longer column. Shearing subtracts
+    this projection. The longer column has γ = 0.
     """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
@@ -217,7 +217,7 @@ def _launch(
 ) -> None:
     """Launches programs for each head: one per tile of rows or, if `parts` is given, one per part and block of columns.
 
-    The first three of `tensors` are query, key, and a tensor as wide as value.
+    The first three of `tensors` are query, key, and a tensor with as many columns as value.
     """
     query, _, value, *_ = tensors
     batch, heads, tokens, width = query.shape
@@ -228,7 +228,7 @@ def _launch(
 
 
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Returns the number of parts of a sequence, enough to occupy half of the multiprocessors, and the rows of a part."""
+    """Splits sequences into parts that occupy half of the multiprocessors. Returns the number of parts and rows per part."""
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, MIN_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
@@ -264,7 +264,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `apply_backward_kernel`, with fewer rows than in `apply_kernel` if registers would run out."""
+    """Launch options of `apply_backward_kernel`, with fewer rows than `apply_kernel` has if registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)

@@ -3,8 +3,8 @@
 With M = [Q, K], the first pass computes G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass
 computes V + M T. In the backward kernels, E is the gradient of the output.
 
-M is balanced as in `osa.linalg.balanced`, but γ and σ come from G alone. If shearing by γ leaves little of a column, G is
-inaccurate, and a second launch of gram_kernel sums the products of sheared columns.
+M is balanced as in `osa.linalg.balanced`, but γ and σ come from G alone. If shearing by γ leaves little of a column, the
+sheared G is inaccurate, and a second launch of gram_kernel computes it from the sheared columns.
 """
 
 import triton
@@ -23,8 +23,8 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    If SHEARED, the kernel shears the columns by γ before it multiplies them, and skips each matrix whose G from the first
-    launch is accurate.
+    If SHEARED, the kernel shears the columns by γ before it multiplies them, and skips matrices whose `is_lost` is 0,
+    because their G is accurate enough from the first launch.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]
@@ -80,7 +80,7 @@ def apply_kernel(
     query, key, value, output, saved, q_strides, k_strides, v_strides, o_strides, heads, tokens, parts,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Stores V + M T. Each program takes a tile of rows."""
+    """Stores V + M T. Each program computes a tile of rows."""
     ROWS: tl.constexpr = TILE[0]
     VALUE_COLUMNS: tl.constexpr = TILE[3]
     i_head, o_rows = tl.program_id(0) // parts, tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
@@ -132,7 +132,8 @@ def apply_backward_kernel(
 ):  # fmt: skip
     """Stores grad V = E + M A₂ and, from grad M = E A₁ᵀ + V A₂ᵀ + M A₃, the gradients of Q and K.
 
-    Each program takes a tile of rows. The chain rule through G and X gives A₁ = T, A₂ = grad X and A₃ = grad G + (grad G)ᵀ.
+    Each program computes a tile of rows. The chain rule through G and X gives A₁ = T, A₂ = grad X and
+    A₃ = grad G + (grad G)ᵀ.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

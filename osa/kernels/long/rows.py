@@ -1,7 +1,7 @@
 """Functions that load and multiply rows of the balanced M = [Q, K] of a long sequence.
 
-Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand becomes two bfloat16 parts, which keep 16 bits.
-Without tensor cores, products are in full float32.
+Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand is split into two bfloat16 parts with 16 bits in
+all. Without tensor cores, products are in full float32.
 """
 
 import triton
@@ -27,7 +27,7 @@ def product(b_sums, b_left, b_right, TENSOR_CORES: tl.constexpr):
 
 @triton.jit
 def sheared(q, k, shear, o_rows, o_columns, WIDTH: tl.constexpr):
-    """Returns q_j − γ k_j and k_j − γ q_j for each pair of columns, with one rounding and the γ of each column."""
+    """Returns q_j − γ k_j and k_j − γ q_j for each pair of columns, each with the γ of its column and rounded once."""
     b_q, b_k = load(q, o_rows, o_columns).to(tl.float32), load(k, o_rows, o_columns).to(tl.float32)
     b_shear_q = load(transpose(shear), tl.arange(0, 1), o_columns) + tl.zeros_like(b_q)
     b_shear_k = load(transpose(shear), tl.arange(0, 1), o_columns + WIDTH) + tl.zeros_like(b_q)

@@ -1,15 +1,15 @@
-"""Two kernels for short sequences on CUDA: orthogonal attention and its gradients. A program takes one head after another.
+"""Kernels for short sequences on CUDA: orthogonal attention and its gradients. A program computes one head after another.
 
 All methods have the form
 
     exp(S) V = V + L T,        G = LᵀM,        X = LᵀV,
 
-with L and T of mixing.py. Let E be the gradient of the output and F = LᵀE. Then
+where mixing.py defines L, and computes T and A₁ to A₄ below. Let E be the gradient of the output and F = LᵀE. Then
 
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
-If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which computes
-the same function. If the registers cannot hold a basis, ALL_ROWS is 0 and the result is NaN.
+If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which gives
+the same function. If the registers cannot hold a basis, ALL_ROWS is 0, and the result is NaN instead.
 """
 
 import triton
@@ -50,10 +50,10 @@ def _column_products(q, k, b_shear_q, b_shear_k):
 def _gather(m, balance, q, k, METHOD: tl.constexpr):
     """Stores M = [Q, K], or for "exact" the balanced M = [σ (Q − a ∘ K), (K − b ∘ Q) / σ], and a, b and σ in `balance`.
 
-    In each pair, balancing subtracts from the shorter column its projection on the longer column, and σ makes both columns
+    In each pair, balancing subtracts from the shorter column its projection onto the longer column, and σ makes both columns
     about equally long. The result is M R with R J Rᵀ = J. S = c M J Mᵀ stays the same, so the backward pass treats R as a
-    constant. ‖M‖ and the rounding of "exact" become smaller. σ is a power of two, so scaling is exact. The differences are
-    in float64 because Q may nearly equal K.
+    constant. ‖M‖ and the rounding error of "exact" become smaller. σ is a power of two, so scaling is exact. Differences
+    are computed in float64, because Q may nearly equal K.
     """
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = tl.zeros((BLOCK,), tl.float32)
@@ -80,7 +80,7 @@ def _gather(m, balance, q, k, METHOD: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _scatter(grad_q, grad_k, grad_m, balance):
-    """Stores the gradients of Q and K, which are the halves of `grad_m` Rᵀ, with the R of `_gather`."""
+    """Stores the gradients of Q and K, which are the two halves of `grad_m` Rᵀ, with R from `_gather`."""
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = load(balance, tl.arange(0, 1), o_columns)
     b_shear_k = load(balance, 1 + tl.arange(0, 1), o_columns)
@@ -97,10 +97,10 @@ def _scatter(grad_q, grad_k, grad_m, balance):
 
 @triton.jit
 def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
-    """Stores B, an orthonormal basis of M's columns. A column of B is zero if M's column depends on earlier columns of M.
+    """Stores B, an orthonormal basis of M's columns. A column of B is zero if that column of M depends on earlier ones.
 
-    The components in the basis are subtracted twice from each column, which gives orthogonality to rounding (Giraud et al.
-    2005). A column whose remainder is as small as its rounding counts as dependent.
+    Each column's components along the basis are subtracted twice, which makes B orthogonal up to rounding (Giraud et al.
+    2005). A column counts as dependent if its remainder is as small as its rounding error.
     """
     o_rows, o_columns = tl.arange(0, ALL_ROWS), tl.arange(0, MAX_ROWS)
     b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d); at step i, its first i columns are columns of B
@@ -133,7 +133,7 @@ def _either(a, b, is_first):
 
 @triton.jit
 def _mix(t, left, v, g, scale, epsilon, scratch, METHOD: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Stores T of V + L T, given G."""
+    """Stores the factor T in V + L T, given G."""
     x, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)
     mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS)
@@ -147,8 +147,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Stores exp(S) V of `count` matrices.
 
-    `basis` keeps what the backward pass needs. For "qr", the kernel stores the bases L in it. For "exact" with ALL_ROWS = 0,
-    it stores c, or NaN if the output is NaN.
+    For "qr", the kernel stores the bases L in `basis`, for the backward pass. For "exact" with ALL_ROWS = 0, it stores c of
+    each matrix there, or NaN if the output is NaN, so that the operator can warn.
     """
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)
@@ -191,7 +191,7 @@ def _mix_backward(
     a1, a2, a3, a4, grad_scale, left, v, e, g, scale, epsilon, scratch,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Computes X and F, and from them and G the gradient of c and the matrices A₁ to A₄, which give the other gradients."""
+    """Computes X and F. From these and G, stores the gradient of c, and A₁ to A₄, which give the other gradients."""
     x, scratch = matrix(scratch, g[3], v[4])
     f, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)

@@ -12,7 +12,7 @@ from osa.kernels.tiles import BLOCK, MAX_ROWS
 METHODS = ("exact", "newton_schulz", "qr")
 MAX_TOKENS, MAX_WIDTH = 256, 16  # maximum rows and columns of query and key
 MAX_PHI1_ROWS = MAX_ROWS.value
-ENTRIES_PER_THREAD = 64  # entries of a basis that Gram–Schmidt holds in the registers of a thread
+ENTRIES_PER_THREAD = 64  # entries of a basis that each thread holds in registers during Gram–Schmidt
 WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp per matrix takes half the time of four on an H100
 
 
@@ -52,9 +52,9 @@ class Short:
         return saved if self.method == "exact" and not has_basis else None
 
     def constants(self, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
-        """Compile-time constants of the kernel "forward" or "backward". ALL_ROWS is 0 if the kernel computes no basis.
+        """Constants and launch options of `kernel`, "forward" or "backward". ALL_ROWS is 0 if the kernel computes no basis.
 
-        The forward kernel of "qr" uses as many warps as its basis needs. "exact" computes a basis only if one warp holds it.
+        The forward kernel of "qr" uses as many warps as its basis needs. "exact" computes one only if one warp can hold it.
         """
         rows = launch.padded(query.shape[-2])
         warps = max(1, rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD))  # number of warps that hold a basis

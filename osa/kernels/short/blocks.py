@@ -1,7 +1,7 @@
-"""Products of matrices of at most 32 rows that stay in registers, as blocks of 16 × 16, the smallest that `tl.dot` accepts.
+"""Products of matrices of at most 32 rows, held in registers as blocks of 16 × 16, the smallest that `tl.dot` accepts.
 
-Each term of a series needs the term before it. In scratch memory, products would wait for loads and barriers most of the
-time. A square matrix has four blocks, a symmetric matrix three, and a panel, which is a matrix of 16 columns, has two.
+Each term of a series needs the term before it. With terms in scratch memory, products would mostly wait for loads and
+barriers. A square matrix has four blocks, a symmetric matrix three, and a panel, which is a matrix of 16 columns, has two.
 """
 
 import triton

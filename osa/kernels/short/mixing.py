@@ -1,10 +1,10 @@
-"""Computes T of exp(S) V = V + L T, and the matrices of its gradient, from Gram matrices within one Triton program.
+"""Computes T in exp(S) V = V + L T, and A₁ to A₄ for the gradients, from Gram matrices within one Triton program.
 
 In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. Then
 
     method           L              T
     "exact"          M, balanced    c φ₁(c J G) J X
-    "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K of G / (‖M‖_F + ε)²
+    "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K from G_0 = G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
 The gradients follow osa/routes.py. The forward kernel saves no terms of φ₁: the backward kernel computes them again.
@@ -67,8 +67,8 @@ def _projector(gram, grams, ITERATIONS: tl.constexpr):
 def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
     """Replaces the gradient of G_K, which is symmetric, by the gradient of G_0.
 
-    An iteration turns the gradient E of G_{k+1} into that of G = G_k as `_NewtonSchulzGram` of osa/linalg.py does:
-    E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
+    Each iteration turns E, the gradient of G_{k+1}, into the gradient of G = G_k, as in `_NewtonSchulzGram` of
+    osa/linalg.py: E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
     """
     for i_iteration in range(ITERATIONS):
         b_g = blocks.load_square(rows_of(grams, (ITERATIONS - 1 - i_iteration) * grad[3], grad[3]), 1.0)
@@ -88,7 +88,7 @@ def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
 
 @triton.jit
 def _skew(out, coordinates, scale, half):
-    """out ← [S] = c C J Cᵀ (Eq. 7), skew to the last bit."""
+    """out ← [S] = c C J Cᵀ (Eq. 7) for coordinates C. The result is skew to the last bit."""
     width = coordinates[4] // 2
     query, key = columns_of(coordinates, 0, width), columns_of(coordinates, width, width)
     multiply(half, query, transpose(key), scale, None, 0.0)
@@ -108,8 +108,8 @@ def _normaliser(gram, epsilon):
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
     """Stores Z = c Π J G and Y = Π J Π X, and returns ‖M‖_F and 1 / (‖M‖_F + ε).
 
-    Z is NaN if no digit is correct. The function also stores J Π X, Π and, if `grams` is given, the iterates of Π, which the
-    gradients need.
+    Z is NaN if no digit of it would be correct. The function also stores what the gradients need: J Π X, Π and, if `grams`
+    is given, the iterates G_0 to G_{K−1}.
     """
     norm, inverse = _normaliser(g, epsilon)
     scale = tl.where(tl.abs(scale) * norm * norm > NO_DIGIT_ABOVE, float("nan"), scale)
@@ -126,7 +126,7 @@ def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATI
 
 @triton.jit
 def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
-    """Stores T of exp(S) V = V + L T."""
+    """Stores the factor T in exp(S) V = V + L T."""
     z, scratch = matrix(scratch, g[3], g[3])
     y, scratch = matrix(scratch, x[3], x[4])
     if METHOD == "exact":
@@ -149,11 +149,11 @@ def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
 
 @triton.jit
 def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS):
-    """Stores A₁ to A₄ of grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄, and returns the gradient of c.
+    """Stores A₁ to A₄ in grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄, and returns the gradient of c.
 
-    The chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact", and likewise
-    for "qr", the gradient of c is ⟨E, (S/c) e^S V⟩ = ⟨F, J (X + G T)⟩. For "qr", `_ByBasis` in osa/routes.py gives A₁ to A₄:
-    with U = φ₁([S]) X, Ū = φ₁(−[S]) F, and A twice the skew part of the gradient of [S] for a fixed basis,
+    If L = M, the chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact" and
+    "qr", grad c is ⟨E, (S/c) e^S V⟩; for "exact" this is ⟨F, J (X + G T)⟩. For "qr", A₁ to A₄ are as in `_ByBasis` of
+    osa/routes.py. With U = φ₁([S]) X, Ū = φ₁(−[S]) F, and A twice the skew part of the gradient of [S] for a fixed basis,
 
         A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.
     """

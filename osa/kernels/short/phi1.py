@@ -1,4 +1,4 @@
-"""Functions for Triton kernels, and two kernels, that compute φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients.
+"""Two kernels, and functions for other kernels, that compute φ₁(Z) Y = (e^Z − I) Z⁻¹ Y and its gradients.
 
 Z has up to 32 rows and stays in registers (see blocks.py).
 """
@@ -19,7 +19,7 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-RADIUS = tl.constexpr(3.0)  # maximum ‖S‖₂ for a single series, whose terms then stay below 3³/3! = 4.5
+RADIUS = tl.constexpr(3.0)  # maximum ‖S‖₂ for a single series: its terms are then at most 3³/3! = 4.5
 EPS = tl.constexpr(1.2e-7)
 MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because 3¹⁹/19! is below EPS/4
 
@@ -28,9 +28,9 @@ MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because
 def _terms(z):
     """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings (NaN if no digit is correct).
 
-    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The term with EPS covers
-    the rounding of tr Z². Z is halved until ρ ≤ 3, where the terms hardly cancel. The degree m is the smallest with
-    ρ^{m+1} / (m + 1)! ≤ eps/4.
+    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The code adds
+    EPS ‖Z‖_F² for the rounding error of tr Z². Z is halved until ρ ≤ 3, so that terms hardly cancel. m is the smallest
+    degree with ρ^{m+1} / (m + 1)! ≤ EPS/4.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
     radius = tl.sqrt(square)
@@ -94,17 +94,18 @@ def phi1_times(out, z, y, scratch):
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
     """Stores U = φ₁(Z) Y, and the gradients of ⟨H, U⟩: φ₁(Zᵀ) H with respect to Y, and D with respect to Z.
 
-    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code takes a block of columns at a time, and one term more than U
-    alone needs. Let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
+    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code processes a block of columns at a time, with one term more
+    than U alone needs. Let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
     If Z was halved, let e = e^Z − I, Φ = φ₁(Z), and let L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the
-    gradient of the exponential. Doubling Z changes them to
+    gradient of the exponential. Each doubling of Z updates these matrices:
 
-        D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e²,
+        D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e².
 
-    which splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½. Finally, U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
+    The rule for D splits the integral D = ∫_{0 ≤ s ≤ t ≤ 1} e^{(t−s)Zᵀ} H Yᵀ e^{sZᵀ} at ½. Finally,
+    U = Φ Y and φ₁(Zᵀ) H = Φᵀ H.
     """
     halvings, degree, fraction = _terms(z)
     size = y[3]
@@ -134,7 +135,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Stores the results of `phi1_gradients` for fraction · Z. Keeps the W_k in `terms`: their loads delay no product."""
+    """Stores the results of `phi1_gradients` for fraction · Z. Keeps the W_k in `terms`: loading them delays no product."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)
@@ -168,7 +169,7 @@ def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
 
 @triton.jit(do_not_specialize=["count"])
 def forward_kernel(z, y, output, scratch, count, scratch_size, N: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """output = φ₁(Z) Y of `count` contiguous matrices."""
+    """output ← φ₁(Z) Y for `count` contiguous matrices."""
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     for i_matrix in range(tl.program_id(0), count, tl.num_programs(0)):
         z_i, _ = matrix(slice_of(z, i_matrix, N * N), N, N)
@@ -179,7 +180,7 @@ def forward_kernel(z, y, output, scratch, count, scratch_size, N: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["count"])
 def backward_kernel(z, y, grad, grad_z, grad_y, scratch, count, scratch_size, N: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """The gradients of Z and Y from the gradient of φ₁(Z) Y."""
+    """Stores the gradients of Z and Y, given the gradient of φ₁(Z) Y."""
     u, free = matrix(slice_of(scratch, tl.program_id(0), scratch_size), N, VALUE_WIDTH)
     for i_matrix in range(tl.program_id(0), count, tl.num_programs(0)):
         z_i, _ = matrix(slice_of(z, i_matrix, N * N), N, N)

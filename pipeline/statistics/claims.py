@@ -1,7 +1,7 @@
 """Judges claims about trained models by the rules in the claims.yaml files of pipeline/studies.
 
-A claim names the runs of Table 2 by variant, and the runs of a study by the study's names. The first comparison of a claim
-is the primary one.
+A claim refers to runs of Table 2 by variant, and to runs of a study by the names in the study. The first comparison of a
+claim is the primary one.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Results:
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
-        """Returns the runs that are not missing. If `status` is given, returns only the runs with this status."""
+        """Returns the existing runs. If `status` is given, returns only the runs with this status."""
         runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
         return runs if status is None else runs[runs["status"] == status]
 
@@ -74,11 +74,11 @@ class Results:
         return [curve for _, curve in own.groupby("seed")]
 
     def starting(self, name: str) -> list[int]:
-        """Returns the seeds of the runs that start (see `starts`)."""
+        """Returns the seeds of the runs that start to learn, as `starts` defines it."""
         return [int(curve["seed"].iloc[0]) for curve in self.curves_of_starting(name)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
-        """Returns the test accuracies of the runs that start, in per cent."""
+        """Returns the test accuracies of the runs that start to learn, in per cent."""
         runs, seeds = self.runs_of(name), self.starting(name)
         return (100 * runs.loc[runs["seed"].isin(seeds), "test_accuracy"]).astype(float).tolist()
 
@@ -107,7 +107,7 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 
 @dataclass(frozen=True)
 class Declared:
-    """The numbers that give a test's power: the paper's accuracies and our standard deviations, by model.
+    """The numbers that determine a test's power: the paper's accuracies and our standard deviations, by model.
 
     We declare the standard deviations before we train the runs.
     """
@@ -116,7 +116,7 @@ class Declared:
     spreads: Mapping[str, float] = field(default_factory=dict)
 
     def effect(self, models: Sequence[str], weights: Sequence[float]) -> float:
-        """Returns the paper's Σ wᵢ · accuracyᵢ, or NaN if the paper lacks one of the models."""
+        """Returns the paper's Σ wᵢ · accuracyᵢ, or NaN if the paper does not report one of the models."""
         if not set(models) <= self.accuracies.keys():
             return math.nan
         return sum(weight * self.accuracies[model] for weight, model in zip(weights, models, strict=True))
@@ -164,7 +164,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """The first model's test accuracy is above the second model's, minus a margin (percentage points)."""
+    """The first model's test accuracy exceeds the second model's test accuracy minus a margin (percentage points)."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -198,10 +198,10 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """The first model reaches a target train loss in fewer epochs than a factor times the second model's epochs.
+    """The first model reaches a target train loss in fewer epochs than `at_most_factor` times the second model's epochs.
 
-    `target_loss` computes the target from the second model's runs that start. A run that never reaches the target takes
-    infinitely many epochs.
+    `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
+    takes infinitely many epochs.
     """
 
     kind: Literal["speed"]
@@ -266,7 +266,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More than `share` of each model's runs train, or fewer than `share` if `side` is "below" (see `trains`)."""
+    """More than `share` of each model's runs train (see `trains`). If `side` is "below", fewer than `share` do."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -281,7 +281,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """At the end of training, a watched quantity of the first model is less than a factor times the second model's."""
+    """At the end of training, a watched quantity of the first model is below `at_most_factor` times the second model's."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -347,8 +347,8 @@ def trains(loss: float) -> bool:
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
     """Returns whether a run starts to learn.
 
-    A run starts if its train loss at the first point in the second half of training is at least MARGIN_OF_A_START below the
-    loss of a guess.
+    It does if its train loss at the first point in the second half of training is at least MARGIN_OF_A_START below the loss
+    of a guess.
     """
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)

@@ -1,7 +1,7 @@
 """Computes means, spreads and intervals over seeds.
 
-Models are compared as independent samples. With the same seed, models with different blocks share only the order of batches,
-and the measured correlations over seeds are negative as often as positive.
+Models are compared as independent samples: with the same seed, models with different blocks share only the order of batches,
+and the correlations that we measured across seeds are negative as often as positive.
 """
 
 import math
@@ -103,8 +103,8 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
     """Estimates a contrast of mean accuracies, with a standard error for new runs on new images.
 
-    All models see the same images, so the contrast on each image, averaged over runs, is one more sample of Welch's
-    estimate. The variance over images and each variance over runs include the interaction of run and image. A bootstrap over
+    All models see the same images, so the contrasts on single images, averaged over runs, enter Welch's estimate as one more
+    sample. The variance over images and each variance over runs include the interaction of run and image. A bootstrap over
     runs and images adds the same variances, but underestimates them by a fifth with five runs.
 
     Args:
@@ -117,7 +117,7 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
 
 def one_more_run(values: Values) -> Interval:
-    """Returns the prediction interval of one more run, mean ± t s √(1 + 1/n), if runs are normally distributed.
+    """Returns the prediction interval for one more run, mean ± t s √(1 + 1/n), which assumes normally distributed runs.
 
     A single value gives (NaN, NaN).
     """

@@ -1,24 +1,24 @@
-"""Judges claims by statistical tests. The study `verdicts` simulates the error rates and the power of the tests.
+"""Judges claims by statistical tests. The study `verdicts` estimates the tests' error rates and power by simulation.
 
 A claim says that a number lies above or below a limit. The tests are one-sided at 5 %, and exact where possible:
 
-    a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. Hodges and
-                                    Lehmann's estimate is the median of all differences between a run of the first and a run
-                                    of the second model. The bounds are the differences at which the decision changes
+    a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
+                                    estimate is Hodges and Lehmann's, the median of all differences between a run of the
+                                    first and a run of the second model. At the bounds, the test's decision would change
     a ratio of two models           the same test, on logarithms
-    a contrast of 3 or 4 models     Welch's t: with three to five runs per model, no rank test can decide
+    a contrast of 3 or 4 models     Welch's t-test, because no rank test can decide with three to five runs per model
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
 
     reproduced              the test of the claim has p ≤ 5 %
-    contradicted            the test of the opposite has p ≤ 5 %
+    contradicted            the test of the opposite claim has p ≤ 5 %
     open, same direction    neither test has p ≤ 5 %; the estimate lies on the claim's side of the limit
     open, other direction   neither test has p ≤ 5 %; the estimate does not lie on the claim's side
-    not testable here       replaces "open" if the test's power at the paper's effect is below one half, for spreads that
-                            were declared before the runs
+    not testable here       replaces "open" if the test's power at the paper's effect is below one half; the power assumes
+                            standard deviations that were declared before the runs
     not trained             a model has no run
 
-Verdicts use all runs. A rank test ranks a failed run last, whatever its value, so a failure counts but does not hide the
-other runs.
+Verdicts use all runs. A rank test ranks a failed run last, however bad its value, so a failure counts but does not
+outweigh the other runs.
 """
 
 import functools
@@ -40,10 +40,10 @@ WORDS = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAI
 LEVEL = 0.05  # level of each one-sided test
 TWO_SIDED = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
-MARGIN_OF_A_START = 0.1  # a run starts if its train loss is at least this many nats below the loss of a guess
+MARGIN_OF_A_START = 0.1  # a run starts to learn if its train loss is at least this many nats below the loss of a guess
 SIMULATED = 10_000  # number of simulated experiments from which a power is estimated
-TIE_DECIMALS = 9  # decimals of shifted values, so that 97.1 − 0.5 ties with 96.6
-ROUNDING = 1e-12  # tolerance of p ≤ LEVEL: if three runs of one model exceed three runs of another, p is exactly 1/20
+TIE_DECIMALS = 9  # shifted values are rounded to this many decimals, so that 97.1 − 0.5 ties with 96.6
+ROUNDING = 1e-12  # tolerance of p ≤ LEVEL: if three runs of one model all exceed three of another, p is exactly 1/20
 _WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # words, from best to worst
 
 
@@ -77,14 +77,14 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """The word for claims of our own and of other papers: confirmed, not confirmed, undecided or not trained."""
+        """The word for claims that the paper does not make: confirmed, not confirmed, undecided or not trained."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
 def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "above", power: float = math.nan) -> Verdict:
     """Judges the claim that the difference of two models, first − second, lies "above" or "below" `limit`.
 
-    Each sample has one value per independent run. `power_of_ranks` computes `power`, the test's power at the paper's effect.
+    Each sample has one value per independent run. `power` is the test's power at the paper's effect, from `power_of_ranks`.
     """
     n = min(len(first), len(second))
     if n == 0:
@@ -96,7 +96,7 @@ def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "abo
 
 def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
     """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are in [0, ∞]."""
-    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if its first point has the target loss
+    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if it has the target loss at its first point
         logs = np.log(first), np.log(second)
     verdict = judge(*logs, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
@@ -204,7 +204,7 @@ def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
 
 @functools.cache
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
-    """Simulates the power of `judge`, for n and m normal runs with standard deviations `spreads`.
+    """Simulates the power of `judge`, for n and m normally distributed runs with standard deviations `spreads`.
 
     The true difference lies `distance` from the limit, on the claim's side.
     """

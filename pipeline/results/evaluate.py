@@ -30,7 +30,7 @@ from pipeline.training.run import Run
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # number of test images for measuring the attention
-TOLERANCE_IMAGES = 5  # number of predictions that rounding may change, on another device or in batches of another size
+TOLERANCE_IMAGES = 5  # number of predictions that rounding may change with another device or batch size
 
 
 @entry_point
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def evaluation(run: Run, config: RunConfig) -> dict:
-    """Returns the content of evaluation.json: digests, and measurements, which are empty if the run diverged."""
+    """Returns the content of evaluation.json: digests and measurements. The measurements are empty if the run diverged."""
     record = run.ended_record()
     training = {"metrics_sha256": record.files["metrics.json"], "weights_sha256": record.weights}
     if record.status == "diverged":
@@ -58,7 +58,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """Measures a finished run. Raises UserError if the images or labels have changed since the training."""
+    """Measures a finished run. Raises UserError if the images or labels have changed since training."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)
@@ -124,7 +124,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 @torch.no_grad()
 def layer_table(model: VisionTransformer, images: torch.Tensor) -> pd.DataFrame:
-    """Returns the `head_statistics` of all layers of orthogonal attention. Other models have no rows."""
+    """Returns the `head_statistics` of all layers with orthogonal attention. A model without such layers has no rows."""
     tables = [
         head_statistics(number, attention, x)
         for number, (attention, x) in enumerate(measures.attention_inputs(model, images))

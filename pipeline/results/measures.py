@@ -18,15 +18,15 @@ from osa.reference import skew
 from osa.vit import VisionTransformer
 
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
-ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the model of each of METHODS
+ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
 LAYER_IMAGES = 2  # images on which a layer is measured
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
     """Returns 32 n · eps, a tolerance for the relative error of successive matrix products of inner dimension n = `length`.
 
-    One product has an error of at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and typically of √n · eps. The
-    function φ₁ takes 20 to 60 products.
+    The error of one product is at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and the relative error is
+    typically √n · eps. The function φ₁ takes 20 to 60 products.
     """
     return 32 * length * torch.finfo(dtype).eps
 
@@ -39,8 +39,8 @@ def norm(matrix: Tensor) -> Tensor:
 def exponential(s: Tensor) -> Tensor:
     """Returns exp(S) of a skew-symmetric S, (..., n, n), with an error of n · eps · ‖S‖₂.
 
-    torch.linalg.matrix_exp is no reference: for a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2, the error reaches
-    3.3e-10 (PyTorch issue 196592).
+    torch.linalg.matrix_exp cannot serve as a reference: for a single float64 matrix with ‖S‖₁ from 3e-4 to 5e-2, the error
+    reaches 3.3e-10 (PyTorch issue 196592).
     """
     values, vectors = torch.linalg.eigh(1j * s)
     return ((vectors * torch.exp(-1j * values).unsqueeze(-2)) @ vectors.mH).real
@@ -58,7 +58,7 @@ def effective_rank(eigenvalues: Tensor) -> float:
 
 
 def mean_cosine(cosines: Tensor) -> Tensor:
-    """Returns the mean cosine over all pairs of different tokens, (..., N, N) → (...), for a diagonal of ones."""
+    """Returns the mean cosine over all pairs of different tokens, (..., N, N) → (...). The diagonal must be 1."""
     n = cosines.shape[-1]
     return (cosines.sum((-2, -1)) - n) / (n * n - n)
 
@@ -80,7 +80,7 @@ def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
 
 
 def random_head(d: int, num_heads: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head as in Section 4, float64."""
+    """Draws W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head in float64, as in Section 4."""
     width = d // num_heads
     query_key = stiefel_uniform(d, 2 * width, generator=generator, dtype=torch.float64)
     value, out = (stiefel_uniform(d, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -200,7 +200,7 @@ def blocks_of(model: VisionTransformer) -> list[tuple[Block, SelfAttention, MLP]
 
 
 def attention_inputs(model: VisionTransformer, images: Tensor) -> Iterator[tuple[SelfAttention, Tensor]]:
-    """Yields the attention of each block, and the input of the attention, (images, N, d)."""
+    """Yields each block's attention module, and the module's input, (images, N, d)."""
     x = model.tokens(images)
     for block, attention, _ in blocks_of(model):
         yield attention, block.norm1(x)

@@ -73,7 +73,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Returns the status and results of a run, which counts as missing if `config` selects other images.
+    """Returns a run's status and results. The run counts as missing if it was trained on other images than `config` selects.
 
     Raises:
         UserError: the stored run has another configuration.

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def find_runs(params: Params) -> list[dict]:
-    """Returns the `evaluated_row` of each run of Table 2. Warns of missing runs, and of runs that params.yaml does not list.
+    """Returns the `evaluated_row` of each run of Table 2. Warns about missing runs and runs that params.yaml does not list.
 
     Raises:
         UserError: no run exists, or one is damaged.
@@ -109,7 +109,7 @@ def as_table(name: str, value: Any) -> pd.DataFrame:
 
 
 def runs_table(runs: list[dict]) -> pd.DataFrame:
-    """Returns a row for each run, with test loss and accuracy from the evaluation, or NaN if the run did not finish."""
+    """Returns a row for each run. Test results come from the evaluation; all results are NaN if a run did not finish."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
     whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # Int64 allows runs without a value
@@ -131,7 +131,7 @@ def summarise_runs(runs: pd.DataFrame, params: Params) -> pd.DataFrame:
 
 
 def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
-    """Concatenates the curves of all runs that are not missing."""
+    """Concatenates the curves of all existing runs."""
     there = runs.loc[runs["status"] != "missing", RUN].itertuples(index=False)
     return pd.concat(Run(*run).history().assign(**run._asdict()) for run in there)
 

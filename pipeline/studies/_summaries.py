@@ -10,7 +10,7 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """Returns the `check` of the value with the maximum ratio value / limit. NaN counts as the maximum."""
+    """Returns the `check` of the value whose ratio value / limit is the largest. NaN counts as the largest."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
     worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))
@@ -28,5 +28,5 @@ def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
 
 
 def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
-    """Returns, for each variant, a summary over seeds of the maximum of a column over a run's layers and heads."""
+    """Takes a column's maximum over each run's layers and heads, and returns its summary over seeds for each variant."""
     return {name: summary_of(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

@@ -37,7 +37,7 @@ def logarithmic(axes: Axes, *names: str, numticks: int = 6) -> None:
 
 
 def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, within: tuple[float, float]) -> None:
-    """Draws a line from `low` to `high` at height y. An arrowhead marks each end that the range `within` cuts off."""
+    """Draws a line from `low` to `high` at height y. An arrowhead marks each end that lies outside the range `within`."""
     left, right = max(low, within[0]), min(high, within[1])
     axes.plot([left, right], [y, y], color=colour, linewidth=LINE_WIDTH)
     for end, is_cut, arrow in ((left, low < left, "<"), (right, high > right, ">")):
@@ -48,7 +48,7 @@ def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, wi
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
     """Labels each line at its last point.
 
-    Labels that overlap in x are moved apart in y, until their distance is `gap` times the height of the axes.
+    Labels that overlap in x are moved apart in y until they are `gap` times the height of the axes apart.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None

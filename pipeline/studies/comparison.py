@@ -52,12 +52,12 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the listed runs. The column `name` has the name of a run in the list."""
+    """Returns the tables of the listed runs. The column `name` holds the name of the list's entry."""
     return tables_of_requests(settings.requests(), lab)
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Returns the tables of the runs in pairs (name, request). The column `name` has the name."""
+    """Returns the tables of the runs given as pairs (name, request). The column `name` holds the name of the pair."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests
@@ -65,7 +65,7 @@ def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tab
 
 
 def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
-    """Returns the last value of a run's loss curve: infinity if the run diverged, and None if the run has not ended."""
+    """Returns the last value of a run's loss curve, infinity if the run diverged, or None if the run has not ended."""
     variant, overrides, seed = request
     run = lab.run(variant, overrides, seed)
     if not run.is_current(lab.config(variant, overrides)):
@@ -81,7 +81,7 @@ def first_reading(lab: Lab) -> Tables:
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Summarises the runs called `name`. A run succeeds if it ends with a train loss below half the loss of a guess.
+    """Summarises the runs called `name`. A run succeeds if its last train loss is below half the loss of a guess.
 
     n, trained, missing   number of existing runs, of successful runs, and of runs that do not exist yet
     loss, accuracy        last train loss and test accuracy (%) of successful runs. A mean over all runs would describe

@@ -54,11 +54,11 @@ class Lab:
         return self.params.label(variant)
 
     def config(self, variant: str, overrides: Overrides | None = None) -> RunConfig:
-        """Returns a variant's configuration by the study's reading, with `overrides` applied."""
+        """Returns a variant's configuration under the study's reading of the paper, with `overrides` applied."""
         return params.resolve_recipe(self.params, self.paper, variant, overrides, self.reading)
 
     def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:
-        """Returns the model at the start of a training with this seed, with weights drawn in `dtype`."""
+        """Returns the untrained model from which a training with this seed starts, with weights drawn in `dtype`."""
         with default_dtype(dtype):
             return build_model(config, seed)
 
@@ -112,8 +112,8 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
 def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
     """Returns a triple for each attention layer of the orthogonal models, initialised with this seed, in float64.
 
-    A triple has the key {"source": variant, "layer": number from 1}, the module, and the module's input for the first
-    `LAYER_IMAGES` test images, (images, N, d).
+    The triple consists of the columns {"source": variant, "layer": number from 1} that identify the layer, the module, and
+    the module's input for the first `LAYER_IMAGES` test images, (images, N, d).
     """
     layers: list[tuple[dict, OrthogonalSelfAttention, Tensor]] = []
     for variant in ORTHOGONAL:

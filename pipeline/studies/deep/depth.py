@@ -43,7 +43,7 @@ IMAGES = 8  # test images that `watch` uses
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Returns `of_tokens` of the middle block and of the last block.
+    """Returns the numbers of `of_tokens` for the output of the middle block and of the last block.
 
     A block has no row if some entries of its output are not finite.
     """
@@ -77,7 +77,7 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
     """Returns a row for each model. The row describes the tokens after the last block.
 
     n              number of runs
-    cosine, rank   mean cosine of two tokens and effective rank, as means over runs [before, after training]
+    cosine, rank   [before, after] training: mean cosine of two tokens, and effective rank, averaged over runs
     """
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]
@@ -92,14 +92,14 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 
 
 def step_times(path: Path) -> dict:
-    """Returns each model's time of a step divided by ViT's, from a table of pipeline/benchmarks/depth.py."""
+    """Returns each model's time per step divided by ViT's, from a table that pipeline/benchmarks/depth.py wrote."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     over_vit = table.set_index("model")["over_vit"]
     return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA. For each model, one line is the mean of successful runs, and one of failed runs."""
+    """Draws the train loss of OSA. Each model has a line for the mean of its successful runs and one for its failed runs."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, training in settings.runs.items():
         if name not in MLP_DRAWS:

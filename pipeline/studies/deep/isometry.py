@@ -1,8 +1,8 @@
 """Do isometric MLPs of finite width keep the norm |x| of a token? MLPs with independent layers change |x| at random.
 
 We stack shaped MLPs without attention. The two layers of an MLP are drawn independently (SUO) or together
-(`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by H/d times a
-Beta(d/2, (H − d)/2) variable. After L MLPs
+(`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by (H/d) b, where
+b ~ Beta(d/2, (H − d)/2) is random. After L MLPs
 
     Var log |x|² ≈ 2 (1 − d/H) L/d.
 """
@@ -84,7 +84,7 @@ def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequent
 
 
 def jacobian_of(network: nn.Sequential, x: Tensor) -> Tensor:
-    """Returns ∂network/∂x, (d, d), at one token x (d,)."""
+    """Returns the Jacobian ∂network/∂x at one token. x is (d,), and the Jacobian is (d, d)."""
     jacobian = torch.eye(len(x), dtype=x.dtype)
     for mlp in network:
         assert isinstance(mlp, MLP)
@@ -116,7 +116,7 @@ def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def spreads(table: pd.DataFrame) -> pd.Series:
-    """Returns the standard deviation of log |x|² over tokens and networks, by kind of draw, width and depth."""
+    """Returns the standard deviation of log |x|² over tokens and networks, for each kind of draw, width and depth."""
     nets = table.groupby(["draw", "width", "depth"])
     return (nets["log_std"].apply(lambda each: each.pow(2).mean()) + nets["log_mean"].var(ddof=0)).pow(0.5)
 
@@ -156,7 +156,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the standard deviation of log |x|² over depth for the three largest widths. Dashed lines show `predicted`."""
+    """Draws the standard deviation of log |x|² against depth for the three largest widths. Dashed lines are `predicted`."""
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):

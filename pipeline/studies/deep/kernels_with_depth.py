@@ -101,7 +101,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Returns Σ_0 of tokens of random types with orthogonal embeddings (Appendix B): 1 for tokens of one type, else 0."""
+    """Returns Σ_0 of tokens of random types with orthogonal embeddings: 1 for two of the same type, else 0 (Appendix B)."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
@@ -126,7 +126,7 @@ def summary(kernel: Tensor) -> dict[str, float]:
 
 
 def alibi(tokens: int, heads: int) -> Tensor:
-    """Returns ALiBi's causal attention with logits of zero, softmax(−2^{−8k/h} (i − j)), (heads, N, N) (Appendix H.2)."""
+    """Returns ALiBi's causal attention if Q Kᵀ = 0: softmax(−2^{−8k/h} (i − j)), (heads, N, N) (Appendix H.2)."""
     place = torch.arange(tokens, dtype=torch.float64)
     distance = place[:, None] - place
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
@@ -134,9 +134,9 @@ def alibi(tokens: int, heads: int) -> Tensor:
 
 
 def softmax_rows(matrices: Tensor, shortcut: float) -> dict[str, KernelMap]:
-    """Returns the map of Σ through one block, for each arrangement of softmax attention, norms and skips.
+    """Returns the map from Σ before a block to Σ after it, for each arrangement of softmax attention, norms and skips.
 
-    `matrices` (heads, N, N) are the attention matrices of the heads. All heads have the same width.
+    `matrices` holds the attention matrices of the heads, (heads, N, N). All heads have the same width.
     """
 
     def attend(kernel: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 
 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
-    """Yields the kernels of X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
+    """Yields the kernel of each X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
 
     X_0 is √d times the symmetric root of Σ_0 = `kernel`. Since Σ_0 has repeated eigenvalues, a root from eigenvectors
     would differ between machines.
@@ -230,7 +230,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields the `summary` of the kernel after E-SPA with normalised skips, by Eq. 26 and by Eq. 25, for Σ_0 = I."""
+    """Yields the `summary` of the kernel after E-SPA with normalised skips, for Σ_0 = I. γ follows Eq. 26 or Eq. 25."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -247,9 +247,9 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns γ of a block by Eq. 25 as the paper prints it: with λ_α² in place of λ_α.
+    """Returns γ of a block from Eq. 25 as the paper prints it: with λ_α² in place of λ_α.
 
-    `before` is the γ that the schedule sets for the previous block. `after` is γ of this block by Eq. 26.
+    `before` is the γ that the schedule sets for the previous block. `after` is γ of this block from Eq. 26.
     """
     # If a(γ)² = 1 − exp(−2γ), then `squared` is −a(before)² and `reached` is −a(after)². Their ratio is λ_α².
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)
@@ -257,7 +257,7 @@ def eq_25(before: float, after: float) -> float:
 
 
 def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields mean and standard deviation of diag Σ_l in Figure 6, with and without the correction for repeated tokens."""
+    """Yields the mean and spread of diag Σ_l for Figure 6, with and without the correction for repeated tokens."""
     n, (depth, gamma, types) = settings.tokens, FIGURE_6
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0
@@ -274,7 +274,8 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Yields rows for the attention layers of real models, applied without MLPs.
 
-    trace_change   relative change of tr X Xᵀ from the first layer's input to the last layer's output, maximum over images
+    trace_change   maximum over images of the relative change of tr X Xᵀ from the first layer's input to the last layer's
+                   output
     """
     for depth, (name, (variant, joint)) in itertools.product(settings.layer_depths, LAYERS.items()):
         config = lab.config(variant, {"model": {"depth": depth}, "variant": {"joint_value_output": joint}})
@@ -301,7 +302,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
         "rows": rows,
         "schedule": check(tables["schedules"]["error"].max(), TOLERANCE),
         "skips": check((skips[26] - 1).abs().max(), NORM_TOLERANCE),
-        "skips_printed": (skips[25] - 1).abs().max(),  # by Eq. 25 as printed
+        "skips_printed": (skips[25] - 1).abs().max(),  # with Eq. 25 as printed
         "corrected": check((repeated.get_group(True) - 1).abs().max(), CORRECTED),
         "uncorrected": check(repeated.get_group(False).min(), UNCORRECTED, "above"),
         "spectrum": check(tables["spectra"]["change"].max(), TOLERANCE),

@@ -1,12 +1,12 @@
-"""More tokens: what do smaller patches cost and bring? We test Section 3.1 on trainings, and Section 4 at initialisation.
+"""More tokens: what do smaller patches cost, and what do they gain?
 
-We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of a training is linear in N. We also ask how
-the initial α should change with N. With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
+We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of a training is linear in N (Section 3.1).
+We also ask how the initial α should change with N (Section 4). With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
 
     ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂².
 
 N tokens with mean square q have N q ≤ ‖X‖₂² ≤ N d q, since the rank of X is at most d. An initial α ∝ 1/N therefore keeps
-both bounds constant.
+both bounds from growing with N.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
-# "paper" has the paper's tokens. "normalised" divides each token by its RMS. "following" is "normalised" with α ∝ 1/N.
+# "paper" uses the paper's tokens. "normalised" divides each token by its RMS. "following" is "normalised" with α ∝ 1/N.
 CASES = ("paper", "normalised", "following")
 NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
 
@@ -74,7 +74,7 @@ def stacked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor, iterations: int) -> float:
-    """Returns ‖J₁‖₂ of one head at x (N, d), by power iteration.
+    """Returns ‖J₁‖₂ of one head at x, (N, d), by power iteration.
 
     J₁ is the derivative of A[X] X W^V W^O through A alone (Theorem 4.1).
     """

@@ -1,4 +1,4 @@
-"""A pilot of deep models: about a hundred steps on few images show which settings fail, before a run takes an hour.
+"""A pilot study of deep models. About a hundred steps on few images show which settings fail, before we train for hours.
 
 MLPs are drawn independently or as isometries. We vary the learning rate, the warm-up, clipping and α.
 """
@@ -17,7 +17,7 @@ class Settings(comparison.Settings):
     steps: PositiveInt  # steps of each training, after its warm-up
     # Each window is a pair (first step, last step).
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    last: PositiveInt  # number of steps in a further window, at the end
+    last: PositiveInt  # number of last steps, which are one more window
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -32,7 +32,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each training, with the mean loss over each window and over the last steps.
 
-    A mean loss is NaN if the training diverges before the end of these steps.
+    A mean is NaN if the training diverges before the end of its window.
     """
     rows = []
     for name, (variant, overrides, seed) in settings.requests():

@@ -1,6 +1,6 @@
-"""Learning rates of deep models, and α of `osa_shaped`, by a grid of short trainings.
+"""A grid search over short trainings, for the learning rates of deep models and for α of `osa_shaped`.
 
-From the results we chose the values in the study `depth`. No other study uses the seed of these trainings.
+We chose the values in the study `depth` from the results. No other study uses the seed of these trainings.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Search(Section):
     depth: PositiveInt
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     steps: PositiveInt  # steps of each training
-    last: PositiveInt  # the loss is the mean over this many last steps
+    last: PositiveInt  # number of last steps over which the loss is averaged
 
 
 class Settings(Section):

@@ -1,9 +1,9 @@
 """Signals at initialisation: in which models do they vanish, explode or collapse? (Section 4 of He et al. 2023
 and of the paper.)
 
-For every model at several depths, we measure before the first step how the tokens and the gradient change from block to
-block, and how much of [cls] depends on the image. Then we ask how small α must be in `osa_shaped`. A bound on the Jacobian
-says that α must fall as 1/(L ‖X‖₂²).
+Before the first training step, we measure how the tokens and the gradient change from block to block, and how much of [cls]
+depends on the image, for every model at several depths. Then we ask how small α must be in `osa_shaped`. A bound on the
+Jacobian says that α must fall as 1/(L ‖X‖₂²).
 """
 
 import itertools
@@ -44,12 +44,12 @@ REST = ("softmax_shaped", "softmax_shaped_norm", "vskipinit", "uspa", "espa", "u
 SKIPS = ("espa_skip", "softmax_skip", "softmax_skip_nonorm")
 MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
-# The attention of these models keeps ‖X‖_F or X Xᵀ, or changes X Xᵀ/d to a given kernel Σ_L.
+# The attention of these models preserves ‖X‖_F or X Xᵀ, or turns X Xᵀ/d into a given kernel Σ_L.
 PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
 BAND = (0.05, 0.95)  # quantiles of a token's mean square
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix is singular in float64 if its κ is at least this
 TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
-GRADIENT_RATIO = 2.0  # we seek the α that multiplies the first block's gradient by this factor
+GRADIENT_RATIO = 2.0  # we search for the α that multiplies the first block's gradient by this factor
 LEAST_ALPHA = 1e-3  # value of α L ‖X‖₂²/√d_v at which attention has practically no effect
 
 
@@ -93,7 +93,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
     loss          cross-entropy
     image_share   Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
-    kappa         κ(A_L ⋯ A_1), by `attention_condition`
+    kappa         κ(A_L ⋯ A_1), from `attention_condition`
     """
     model.zero_grad()
     x, outputs = model.tokens(images), []
@@ -112,7 +112,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
 
 def of_tokens(x: Tensor) -> dict[str, float]:
-    """Returns numbers that describe tokens (images, N, d).
+    """Returns numbers that describe tokens x, (images, N, d).
 
     q               mean square of all tokens
     q_low, q_high   the quantiles `BAND` over tokens of a token's mean square
@@ -150,7 +150,8 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
     """Yields the error of Σ_L, the kernel after all attention layers of a model, without its MLPs.
 
-    The tokens start with X Xᵀ/d = I. This needs d ≥ N, so we set d to the smallest multiple of h that is at least N.
+    The tokens start with X Xᵀ/d = I. This needs d ≥ N, so we set d to the smallest multiple of h that is at least N. For
+    `osa_shaped`, which preserves only ‖X‖_F, the error is the relative error of tr Σ_L.
     """
     for variant, depth in itertools.product(PRESERVING, settings.depths[:2]):
         config = lab.config(variant)
@@ -186,7 +187,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields α of `doubling_alpha` for each depth, and for each size of the patches, which changes ‖X‖₂²."""
+    """Yields the α of `doubling_alpha` for each depth, and for each patch size. The patch size changes ‖X‖₂²."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -221,9 +222,9 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
 
 
 def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, alpha: float) -> float:
-    """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, for U = `cotangent` (images, N, d).
+    """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, where U is `cotangent`, (images, N, d).
 
-    ⟨U, X_L⟩ is a random linear function of all tokens. A loss would saturate, and weigh images differently.
+    ⟨U, X_L⟩ is a random linear function of all tokens. A loss would saturate, and would weight the images differently.
     """
     model.zero_grad()
     blocks = blocks_of(model)

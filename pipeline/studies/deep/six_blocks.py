@@ -1,7 +1,7 @@
 """Six blocks: how well does each way to remove skips or LN work in the paper's own setting?
 
-Models have six blocks and train for ten epochs by the first reading of the paper's recipe. We compare them with the models
-of Table 2, which the study first_reading trains. For E-SPA we try the choices that He et al. 2023 leave open or call
+Models have six blocks and train for ten epochs under the first reading of the paper's recipe. We compare them with the
+models of Table 2, which the study first_reading trains. For E-SPA we try the choices that He et al. 2023 leave open or call
 unimportant.
 """
 

@@ -37,7 +37,7 @@ NEAR = 1e-2  # maximum ‖tA‖₂ in the fit of k
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # maximum error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))
-DASHED = ("exponential", "householder")  # maps whose angle is also the angle of another map
+DASHED = ("exponential", "householder")  # maps whose curve coincides with another map's curve
 
 
 class Settings(Section):

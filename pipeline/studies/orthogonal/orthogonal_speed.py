@@ -1,4 +1,4 @@
-"""How fast are orthogonal linear layers on each machine? We test statements of a post on their speed.
+"""How fast are orthogonal linear layers on each machine? We test what a blog post says about their speed.
 
 This study reads the files that `python -m pipeline benchmarks.orthogonal` writes. That command is run by hand.
 The post is *Orthogonal Linear Layers in PyTorch* (pipeline/benchmarks/post.py).
@@ -17,7 +17,7 @@ from pipeline.studies.lab import Lab
 
 GOAL_RANGE = (64, 256)  # sizes n of layers that should meet the goal
 GOAL = 1.3  # maximum time of our layers divided by the time of the dense layer
-MUCH_SLOWER = 10.0  # we read “significantly” in the post as this ratio of times
+MUCH_SLOWER = 10.0  # the ratio of times that we take the post's “significantly” to mean
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
@@ -32,7 +32,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def speed_on(path: Path) -> dict:
     """Returns numbers from the table of one machine.
 
-    ours             for each of our layers, the row in `GOAL_RANGE` with the highest ratio to the dense layer's time
+    ours             for each of our layers, the row in `GOAL_RANGE` that is slowest relative to the dense layer
     fastest          the row that decides whether the dense layer is the fastest, as the post states
     literal_givens   the row that decides whether the post's Givens layer is much slower, as the post states
     """
@@ -61,7 +61,7 @@ def statement(table: pd.DataFrame, limit: float) -> dict:
 
 
 def ratio(row: pd.Series) -> dict:
-    """Returns a layer's size, and its time over the dense layer's as the median, 10th and 90th percentile of rounds."""
+    """Returns a layer's size, and its time divided by the dense layer's: median, 10th and 90th percentile over rounds."""
     keys = {"n": "n", "over_dense": "seconds_over_dense", "low": "p10_over_dense", "high": "p90_over_dense"}
     return {name: row[column] for name, column in keys.items()}
 

@@ -1,4 +1,4 @@
-"""How large are penalties on orthogonality in the first gradient of a training?
+"""How much do orthogonality penalties contribute to the first gradient of a training?
 
 The penalties come from Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and act on attention and weights.
 The study `penalties` trains with them.
@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def penalty_gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns the norm, over all parameters, of the gradient of the cross-entropy and of each penalty's sum over blocks."""
+    """Returns gradient norms over all parameters: for the cross-entropy, and for each penalty summed over the blocks."""
     blocks = [block for block, _, _ in blocks_of(model)]
     inputs = list(zip(blocks, (x for _, x in attention_inputs(model, images)), strict=True))
     losses = {"cross_entropy": F.cross_entropy(model(images), labels)}
@@ -55,7 +55,7 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 
 
 def attention_row(a: Tensor) -> dict[str, float]:
-    """Returns numbers that describe attention matrices A (images, h, N, N). They are means over heads and images.
+    """Returns numbers that describe attention matrices A, as means over heads and images. A is (images, h, N, N).
 
     penalty     ‖AᵀA − I‖_F² / (N − 1): 0 for a permutation, 1 for uniform attention, N if all rows attend to one token
     overlap     mean inner product of two different rows
@@ -84,7 +84,7 @@ def weight_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ over `TERMS` for each model, where each ratio is a median over seeds."""
+    """Returns λ Σ ‖∂penalty/∂θ‖ / ‖∂loss/∂θ‖ for each model: a sum over `TERMS`, where each ratio is a median over seeds."""
     rows = []
     for variant, own in tables["gradients"].groupby("variant", sort=False):
         shares = [float((own[name] / own["cross_entropy"]).median()) for name in TERMS]

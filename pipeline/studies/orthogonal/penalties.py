@@ -36,7 +36,7 @@ SHOWN = ("attention", "projections", "mlp")
 
 @torch.no_grad()
 def watch(training: loop.Training) -> list[dict[str, float]]:
-    """Returns a row for each layer, measured in float64. Each row also has the accuracy of the model under noise."""
+    """Returns a row for each layer, measured in float64. Each row also has the model's accuracies on noisy images."""
     model, images = copy.deepcopy(training.model).cpu().double(), training.data.test_images[:IMAGES].cpu().double()
     generator = loop.random_stream(0, "penalties/noise")
     noisy = images + NOISE * torch.randn(images.shape, generator=generator, dtype=images.dtype)
@@ -64,7 +64,7 @@ def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
-    """Returns the accuracy with Gaussian noise on the pixels, for each of `NOISES`. All calls scale the same noise."""
+    """Returns the accuracy with Gaussian noise on the pixels, for each of `NOISES`. All calls use the same noise, scaled."""
     images, labels = training.data.test_images[:NOISY_IMAGES], training.data.test_labels[:NOISY_IMAGES]
     noise = torch.randn(images.shape, generator=loop.random_stream(0, "penalties/pixels")).to(images)
     predictions = {scale: training.model(images + scale * noise).argmax(-1) for scale in NOISES}

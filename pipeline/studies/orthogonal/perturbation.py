@@ -54,16 +54,16 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """Yields Gaussian queries and keys, each (2, 1, N, d_v), in the format of `models` and without a scale."""
+    """Yields Gaussian queries and keys in the format of `models`, without a scale. Each is (2, 1, N, d_v)."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
 
 
 def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, Tensor | None]]:
-    """Yields (identity, query, key, scale) for each layer of each model, with query and key (images, h, N, d_v).
+    """Yields (identity, query, key, scale) for each layer of each model.
 
-    The scale is None for softmax attention.
+    Queries and keys are (images, h, N, d_v). The scale is None for softmax attention.
     """
     for variant in MODELS:
         config = lab.config(variant)
@@ -76,8 +76,8 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
     """Yields the maximum and the median, over rows i, of ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) for each ε.
 
-    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. For ε = 0, a ratio is the supremum over δ as ε → 0, from
-    `worst_ratios`.
+    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. The ratios for ε = 0 are limits as ε → 0 with the worst
+    δ (`worst_ratios`).
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     a = torch.softmax(scale * query @ key.mT, dim=-1)

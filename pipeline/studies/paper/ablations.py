@@ -55,7 +55,7 @@ def results_of_ablations(lab: Lab) -> Results:
 
 
 def with_table_2(tables: Tables, lab: Lab) -> Results:
-    """Returns this study's runs and, if `has_baselines`, Table 2's runs of the baselines."""
+    """Returns this study's runs, and Table 2's runs of the baselines if `has_baselines` holds."""
     if not has_baselines(lab):
         return Results(tables)
     table_2 = results_of(lab).runs
@@ -63,7 +63,7 @@ def with_table_2(tables: Tables, lab: Lab) -> Results:
 
 
 def has_baselines(lab: Lab) -> bool:
-    """Returns whether Table 2 has runs of all `BASELINES`, and params.yaml follows this study's reading."""
+    """Returns whether Table 2 has runs of all `BASELINES`, trained with the configurations of this study's reading."""
     table_2 = results_of(lab)
     return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 

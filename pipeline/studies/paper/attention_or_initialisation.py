@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
 The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We change one of the two at a
-time, which gives four cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. By the first reading, this study
-and the study first_reading train two cells each. By Table 2's reading, Table 2 and the study ablations have two cells each.
+time, which gives four cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under the first reading,
+this study and first_reading train two cells each. Under Table 2's reading, Table 2 and ablations train two cells each.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -27,7 +27,7 @@ CLAIMS = (
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Compares the four cells in the first reading of the recipe and in Table 2's reading."""
+    """Compares the four cells under the first reading of the recipe and under Table 2's reading."""
     return {
         "first": four_cells(Results(tables, comparison.first_reading(lab))),
         "table_2": four_cells(ablations.results_of_ablations(lab)),
@@ -38,7 +38,7 @@ def four_cells(results: Results) -> dict:
     """Compares the accuracies of the four cells.
 
     `gap` is the mean accuracy of OSA with Section 4's initialisation minus the mean accuracy of softmax with Xavier. `alone`
-    has the share of the gap that each factor closes by itself. If the factors overlap, the shares add up to more than one.
+    holds the share of the gap that each factor closes by itself. If the factors overlap, the shares add up to more than one.
     """
     claims = read_claims(CLAIMS_FILE)
     samples = {cell: results.accuracies(cell) for cell in CELLS}

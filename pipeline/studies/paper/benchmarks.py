@@ -1,7 +1,7 @@
 """How fast is OSA on several machines? The scripts in pipeline/benchmarks timed it, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-Only the paper's literal formulas test this expectation, since no gradient passes through our QR.
+Only the paper's literal formulas test this expectation, since our method "qr" never differentiates a decomposition.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns the time of Newton–Schulz divided by the time of QR, by the paper's literal formulas and by our methods."""
+    """Returns the time of Newton–Schulz divided by the time of QR, for the paper's literal formulas and for our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     is_paper_head = (table["tokens"] == 50) & (table["width"] == 16)
     own = table[is_paper_head & (table["pass"] == "forward and backward")]

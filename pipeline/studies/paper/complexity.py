@@ -114,7 +114,7 @@ def points(settings: Settings) -> list[tuple[str, int, int]]:
 
 
 def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Returns the calls at one size, by part and pass. The settings limit N for parts that form N×N matrices."""
+    """Returns the calls at one size, by part and pass. Skips parts that form N×N matrices if N exceeds their limit."""
     most = dict.fromkeys(("small_dense", "application_dense", "softmax_dense"), settings.most_tokens_matrix)
     most["exponential_dense"] = settings.most_tokens_exponential
     every = parts(Inputs.draw(tokens, width, NORM, device)).items()
@@ -123,7 +123,7 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns a call for each component of Table 1, and calls of whole attention by OSA and by softmax.
+    """Returns a call for each component of Table 1, and calls of the whole attention of OSA and of softmax.
 
     A component takes the results of earlier components as inputs. A part whose name ends in _dense forms an N×N matrix.
     """
@@ -156,7 +156,7 @@ def parts(x: Inputs) -> dict[str, Call]:
 
 
 def gram_of_basis(num_iterations: int, m: Tensor) -> Tensor:
-    """Returns BᵀB of the Newton–Schulz basis B by iterations on 2d×2d matrices (end of Section 3)."""
+    """Returns BᵀB of the Newton–Schulz basis B, from iterations on 2d×2d matrices (end of Section 3)."""
     inverse_norm = 1 / (torch.linalg.matrix_norm(m, keepdim=True) + EPSILON)
     return newton_schulz_gram(inverse_norm.square() * (m.mT @ m), num_iterations)
 
@@ -178,7 +178,7 @@ def expm1_times(small: Tensor, products: Tensor) -> Tensor:
 
 
 def apply(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
-    """Returns V + B ((exp[S] − I) (BᵀV)): the product of Eq. 6 and V, from right to left."""
+    """Returns V + B ((exp[S] − I) (BᵀV)): Eq. 6 times V, multiplied from right to left."""
     products = basis.mT @ value
     return value + basis @ (exponential @ products - products)
 
@@ -208,15 +208,15 @@ JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the sizes that grow
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # a slope is fitted to this many of a sweep's largest sizes, since exponents are asymptotic
 # Maximum excess of a slope over an exponent. A wrong power adds 1 to the slope. Over three doublings, a lower-order term of
-# 10 % changes the slope by 0.04, and one more Taylor term or squaring after 15 adds 0.03.
+# 10 % changes the slope by 0.04, and a step from 15 to 16 Taylor terms or squarings adds 0.03.
 TOLERANCE = 0.05
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Summarises the costs of Table 1's components, and of whole OSA against torch's fused softmax.
+    """Summarises the costs of Table 1's components, and compares the whole of OSA with torch's fused softmax.
 
-    table_1, linear     the maximum excess of a slope over the paper's exponent, for components and for whole OSA
-    formed              log–log slopes of operations over N, of Eq. 7 when it forms S and of Eq. 6 when it forms A
+    table_1, linear     the maximum excess of a slope over the paper's exponent, for components and for the whole of OSA
+    formed              log–log slopes of operations over N if S is formed (Eq. 7), and if A is formed (Eq. 6)
     crossings           the N above which OSA is faster than softmax, forward and backward
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
@@ -240,7 +240,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns the exponents of a part's operations and memory in the sweeps of `JUDGED`, or NaN for fewer than 3 sizes."""
+    """Returns the exponents of a part's operations and memory in each sweep of `JUDGED`. Fewer than 3 sizes give NaN."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -251,7 +251,7 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree of an order in some symbols: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
+    """Returns the degree of an order of growth in some symbols: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
@@ -266,7 +266,7 @@ def max_excess(measured: list[tuple[dict, dict]]) -> float:
 
 
 def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Returns a quantity of a forward and a backward pass, by N (rows) and part (columns)."""
+    """Returns a quantity of the forward and backward pass together, with N as rows and parts as columns."""
     rows = table[(table["sweep"] == "tokens") & (table["pass"] == BOTH)]
     return rows.pivot(index="tokens", columns="part", values=quantity)
 
@@ -287,7 +287,7 @@ def crossing(ratio: pd.Series) -> float | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws time and peak memory of a forward and a backward pass over N, for OSA, fused softmax and N×N matrices."""
+    """Draws the time and peak memory of a forward and backward pass against N, for OSA, fused softmax and N×N matrices."""
     lines = {part: look_of(part).line(label=lab.label(part)) for part in OSA}
     lines["softmax"] = look_of("softmax").line(label="softmax, fused")
     lines["softmax_dense"] = {"color": PALETTE[4], "label": "softmax, N×N"}

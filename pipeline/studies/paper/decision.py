@@ -1,7 +1,7 @@
 """Is OSA (QR) as accurate as ViT? Eleven new seeds of each model answer the question, or leave it open.
 
 Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25 alone
-decide the claim, by the rule and the limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
+decide the claim, with the rule and the limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
 later seeds. The page shows no result until all runs have ended.
 """
 

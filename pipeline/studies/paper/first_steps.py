@@ -1,8 +1,8 @@
-"""Compares the first training steps of OSA by three methods: Newton–Schulz with the paper's K = 6 and with K = 10, and QR.
+"""Compares the first training steps of OSA with three methods: Newton–Schulz with the paper's K = 6, with K = 10, and QR.
 
 All methods start from the same weights and see the same images. Section 3 prefers Newton–Schulz for its stable gradients.
-But the error of Newton–Schulz grows with ‖S‖₂, which nothing bounds during training. We repeat a failing run in float64, to
-see the effect of rounding.
+But the error of Newton–Schulz grows with ‖S‖₂, and nothing bounds ‖S‖₂ during training. We repeat each failing run in
+float64, to see the effect of rounding.
 
 The study takes one core an hour and a half, so no DVC stage runs it. The command is `python -m pipeline study first_steps`.
 """
@@ -84,7 +84,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's failing seeds, and the `extremes_of` its float32 runs that learn and that fail."""
+    """Returns each model's failing seeds, and `extremes_of` its float32 runs: those that learn, and those that fail."""
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
     for name, training in settings.runs.items():
@@ -113,7 +113,7 @@ def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws ‖S‖₂ and the gradient over steps: the median over seeds that learn, and a line for each run that fails."""
+    """Draws ‖S‖₂ and the gradient against steps: the median over seeds that learn, and a line for each run that fails."""
     figure, axes = panels(2, height=2.9)
     titles = {"skew_norm": "‖S‖₂, largest head", "gradient": "Gradient of the loss"}
     handles, single = [], tables["steps"][tables["steps"]["dtype"] == "float32"]
@@ -137,7 +137,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
 
 
 def label_with_count(settings: Settings, lab: Lab, name: str) -> str:
-    """Returns a model's label, with K if K is not the paper's."""
+    """Returns a model's label, followed by K if the settings change K."""
     training = settings.runs[name]
     iterations = training.set.get("variant", {}).get("num_iterations")
     return lab.label(training.variant) + (f", K = {iterations}" if iterations else "")

@@ -13,7 +13,7 @@ MARGIN = 1.0  # a change of more than this many points would matter to Section 5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes`, by name and by key of params.yaml (`tried`), and the rows that matter.
+    """Returns the rows of `changes` by name, by key of params.yaml (`tried`), and the rows that matter (`matter`).
 
     `topics` counts the details that the paper leaves open, and `choices` counts the choices that have a run.
     """
@@ -32,11 +32,11 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """Returns the change of accuracy by each choice, with a 95 % interval.
+    """Returns the change of accuracy that each choice causes, with a 95 % interval.
 
-    The change is the difference from the mean accuracy of the first reading's runs that start. Both samples are assumed to
-    have the same spread, so that one run of a choice is enough for an interval. A choice matters if its whole interval lies
-    beyond the margin, at 95 % confidence for all choices together (Bonferroni).
+    The change is measured from the mean accuracy of the first reading's runs that start to learn. We assume that both
+    samples have the same spread, so that one run of a choice is enough for an interval. A choice matters if its whole
+    interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():

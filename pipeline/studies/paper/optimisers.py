@@ -1,4 +1,4 @@
-"""Compares ViT with OSA without skips and LN on CIFAR-10. Each model has the better of two optimisers.
+"""Compares ViT with OSA without skips and LN on CIFAR-10, each trained with the better of two optimisers.
 
 Short trainings search for the learning rate with the lowest train loss, for each model and optimiser. Long trainings at this
 rate follow, with other seeds. The better optimiser of a model is the one whose long trainings end with the lower mean train
@@ -46,7 +46,7 @@ def search_requests(settings: Settings, model: str, optimizer: str) -> dict[floa
 
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
-    """Returns the rate whose short training ends with the lowest train loss, or None until all have ended."""
+    """Returns the rate whose short training ends with the lowest train loss, or None until all of them have ended."""
     losses: dict[float, Any] = {}
     for rate, each in search_requests(settings, model, optimizer).items():
         losses[rate] = comparison.last_loss(each, "train_loss", lab)

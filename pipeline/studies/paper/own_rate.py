@@ -1,9 +1,9 @@
 """Is OSA (QR) as accurate as ViT if each model has its own learning rate? The paper gives both models the same rate.
 
-We declared the following before the first run. A search trains each model by Table 2's recipe at three rates with one seed,
-and holds out 5,000 training images. The best rate has the lowest loss on these images. If the highest rate is the best, the
-search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, by the limit and the
-test of `decision`.
+We declared the following before the first run. A search trains each model with Table 2's recipe at three rates with one
+seed, and holds out 5,000 training images. The best rate has the lowest loss on these images. If the highest rate is the
+best, the search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, with the
+limit and the test of the study decision.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def request(model: str, rate: float, seed: int, **train: Any) -> Request:
 
 
 def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | None]:
-    """Returns the held-out loss at each rate of a search: infinite if the training diverged, None if it has not ended."""
+    """Returns the held-out loss at each rate of a search: infinite if the training diverged, None if it is unfinished."""
     losses = {rate: search_loss(settings, model, rate, lab) for rate in settings.rates}
     if None not in losses.values() and best(losses) == max(settings.rates):
         losses[settings.last_rate] = search_loss(settings, model, settings.last_rate, lab)
@@ -50,7 +50,7 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    """Returns the last loss on the held-out images, which the run of a search records as test loss."""
+    """Returns the last loss on the held-out images. A search's run records this loss as its test loss."""
     return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 

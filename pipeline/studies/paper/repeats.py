@@ -1,8 +1,8 @@
-"""Does a second training give the same result? Some runs of Table 2 and of the first reading were trained again: by another
-process, for another study, or here since the last commit.
+"""Does a second training give the same result? Some runs of Table 2 and of the first reading were trained again: by this
+study, by another study, or in this checkout since the last commit.
 
-On the same kind of machine every bit of the weights and curves is the same. On another kind of machine rounding differs, and
-the accuracy can differ as much as between seeds.
+On the same kind of machine, every bit of the weights and curves is the same. On another kind of machine, rounding differs,
+and the accuracy can differ as much as between seeds.
 """
 
 import json
@@ -103,7 +103,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the pairs of trainings of the same recipe.
 
     repeated     the number of repeats on the same kind of machine, with the same version of torch
-    same_bits    how many of these repeats have the same bits in curves and weights
+    same_bits    how many of these repeats have bitwise identical curves and weights
     elsewhere    the other repeats, and whether their accuracies lie in the prediction interval of one more seed
     """
     table = tables["repeats"]

@@ -1,8 +1,8 @@
 """Does rounding decide whether a run starts to learn?
 
-We repeat a run whose train loss was still near the loss of guessing after half of the training. Each repeat has initial
-weights that differ by a millionth, set by `train.perturbation`. If some repeats start and others do not, a change far
-smaller than any choice of a recipe decides whether a run starts. The page shows nothing until all runs have ended.
+We repeat a run whose train loss was still near the loss of guessing after half of the training. `train.perturbation`
+changes the initial weights of each repeat by a millionth. If some repeats start to learn and others do not, a change far
+smaller than any choice in a recipe decides whether a run starts to learn. The page shows nothing until all runs have ended.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from pipeline.studies.lab import Lab
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns the accuracy (%) of each repeat, and the number of repeats that start."""
+    """Returns the accuracy (%) of each repeat, and the number of repeats that start to learn."""
     results = Results(tables)
     accuracies = [accuracy for name in settings.runs for accuracy in results.accuracies(name)]
     start = sum(len(results.starting(name)) for name in settings.runs)

@@ -49,7 +49,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method) -> Tensor:
-    """Returns ∂⟨direction, attention⟩/∂M, (N, 2d_v). `method` is a method's name or a function of `osa.reference`."""
+    """Returns ∂⟨direction, output⟩/∂M, (N, 2d_v). `method` is the name of a method, or a function of `osa.reference`."""
     m = m.clone().requires_grad_()
     query, key = (part[None] for part in m.chunk(2, dim=-1))  # (1, N, d_v)
     if callable(method):
@@ -60,7 +60,7 @@ def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each method's median error over the matrices M with the maximum condition number, and σ_min(M)."""
+    """Returns each method's median error over the matrices M with the maximum condition number, and their σ_min."""
     gradients, worst = tables["gradients"], max(settings.conditions)
     errors = gradients[gradients["condition"] == worst].groupby("method")["error"].median()
     return {"methods": {method: {"worst": errors[method]} for method in METHODS}, "smallest": 1 / worst}

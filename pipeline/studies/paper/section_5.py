@@ -1,6 +1,6 @@
 """Do the claims of Section 5 hold in our runs of Table 2? claims.yaml states the claims.
 
-pipeline/statistics/verdicts.py has the rule by which we judge the claims, and the stage `tables` gathers the runs.
+pipeline/statistics/verdicts.py defines the rule that judges the claims, and the stage `tables` gathers the runs.
 """
 
 import math
@@ -31,9 +31,9 @@ from pipeline.studies import Study, Tables, charts
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate
 
-RULES_FILE = Path(__file__).with_name("rules.csv")  # the verdicts on seeds 0 to 9 by each of three rules
+RULES_FILE = Path(__file__).with_name("rules.csv")  # the verdicts on seeds 0 to 9 under each of three rules
 PRIMARY = ("osa_matches_vit", "osa_approaches_vit_speed", "osa_beats_noskip", "osa_faster_than_noskip")
-FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # claim → function that judges new seeds
+FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # claim → function that judges its new seeds
 SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
 ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
@@ -127,18 +127,18 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Returns the numbers of all verdicts, of open verdicts, and of verdicts with each word."""
+    """Counts the verdicts: in total, open ones, and by word."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Returns a row for each train loss that the second model reaches after one of `FRACTIONS` of its training.
+    """Returns a row for each of `FRACTIONS`: for the train loss that the second model reaches in this share of its training.
 
     `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to the loss
-    divided by the second model's, estimated as in claims of speed. If half of the runs of a model never reach a loss, the
-    loss has no row.
+    divided by the second model's, estimated as in claims of speed. A loss has no row if half of a model's
+    runs never reach it.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
@@ -152,9 +152,9 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the second model's epoch from which on the first model reaches every train loss in fewer epochs.
+    """Returns the second model's epoch at which the first model gets ahead: it reaches all further losses in fewer epochs.
 
-    Returns None if the first model needs as many or more epochs to the lowest loss that both models reach.
+    Returns None if the first model needs at least as many epochs to the lowest loss that both models reach.
     """
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
@@ -186,7 +186,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws a dot for each run of Table 2 and a bar for the paper's number. A log-odds axis spreads values near 100 %."""
+    """Draws a dot for each run of Table 2 and a bar for the paper's value. A log-odds axis spreads out values near 100 %."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
@@ -206,7 +206,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of two models' epochs to a train loss, over the loss. A vertical line marks the loss of the claim."""
+    """Draws the ratio of two models' epochs to a train loss, against the loss. A vertical line marks the claim's loss."""
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

@@ -11,7 +11,7 @@ from pipeline.studies.paper import CLAIMS_FILE
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the number of stable runs, the lower 95 % bound of their share, and the largest rise of train loss."""
+    """Returns the number of stable runs, the lower 95 % bound on their share, and the largest rise of the train loss."""
     results, claim = Results(tables), read_claim(CLAIMS_FILE, "qr_is_stable", Stability)
     (model,) = claim.models
     verdict = claim.judge(results)[model]

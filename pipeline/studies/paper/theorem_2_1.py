@@ -1,7 +1,7 @@
 """Theorem 2.1: exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K].
 
 The methods "qr" and "exact" must give the dense exponential up to rounding. Newton–Schulz (Eq. 9) stops before B is
-orthonormal. How far is its A from exp(S)? We vary ‖S‖₂ and cond(M) of Gaussian matrices M, and measure layers as
+orthonormal. How far from exp(S) is the resulting A? We vary ‖S‖₂ and cond(M) of Gaussian matrices M, and measure layers as
 initialised.
 """
 
@@ -58,7 +58,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> list[dict]:
-    """Returns a row for each precision and head, from the image with the largest error.
+    """Returns a row for each precision and head, for the image with the largest error.
 
     `query` and `key` are (images, h, N, d_v), and `scale` is (h, 1, 1).
     """
@@ -78,7 +78,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the dtype of the inputs. exp(S) is a dense float64 matrix."""
+    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the dtype of the inputs. exp(S) is dense and in float64."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 
@@ -86,9 +86,9 @@ def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method,
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
     """Bounds the rounding in `exponential_error`: γ (1 + μ) for "qr" and γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
-    γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, and bounds the error of exp(S) (Lemma C.7). The method "exact"
-    computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The products with Z add one factor μ to the
-    error, and the products with scale · M and Mᵀ add another factor μ.
+    γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, which also bounds the error of exp(S) (Lemma C.7). The method
+    "exact" computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The products with Z add one factor μ to
+    the error, and the products with scale · M and Mᵀ add another factor μ.
 
     `query` and `key` are (..., N, d_v), `scale` is (..., 1, 1), and the result is (...).
     """

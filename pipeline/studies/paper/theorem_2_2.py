@@ -46,7 +46,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the spectrum of Σ_l for each input, stack and seed, and lists the eigenvalues for the first seed's image."""
+    """Measures the spectrum of Σ_l for each input, stack and seed. Also lists the eigenvalues for the first seed's image."""
     summary, spectra = [], []
     for seed in settings.seeds:
         image = _image_tokens(lab, seed)  # (N, d)
@@ -83,7 +83,7 @@ def orthogonal_stacks(settings: Settings) -> dict[str, tuple[Method, float]]:
 
 
 def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Returns orthogonal W^Q, W^K and W = W^V W^O of each layer, each (d, d). All stacks of a seed share these weights."""
+    """Returns orthogonal W^Q, W^K and W = W^V W^O for each layer, each (d, d). All stacks of one seed share the weights."""
     generator, weights = lab.generator(seed, "theory/stack"), []
     for _ in range(settings.depths[-1]):
         query, key, value, out = (stiefel_uniform(width, width, generator=generator, dtype=torch.float64) for _ in range(4))
@@ -115,7 +115,7 @@ def kernel_eigenvalues(x: Tensor) -> Tensor:
 
 def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
     """Returns effective rank, λ₁/Σλ, Σλ, and the largest relative change of an eigenvalue since depth 0."""
-    kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # above the rounding of squared singular values
+    kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # drops eigenvalues that may be rounding alone
     return {
         "effective_rank": effective_rank(values),
         "largest_share": (values[0] / values.sum()).item(),
@@ -125,7 +125,7 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the largest changes of an eigenvalue, and effective ranks of images before and after the softmax stacks."""
+    """Returns the largest change of an eigenvalue by method, and images' effective ranks before and after softmax stacks."""
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()
@@ -142,7 +142,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws every eigenvalue of Σ_l over depth l, for one image: orthogonal attention, softmax with a skip, softmax."""
+    """Draws each eigenvalue of Σ_l against depth l, for one image. Panels: orthogonal, softmax with a skip, softmax."""
     floor, deepest, spectra = 1e-16, settings.depths[-1], tables["spectra"]
     stacks = {
         list(orthogonal_stacks(settings))[-1]: "Orthogonal attention",

@@ -39,7 +39,7 @@ class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[50, 16]])  # (N, d_v) of the paper's heads
     iterations: PositiveInt = 12  # maximum K
-    norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # ‖S‖₂ of trained layers
+    norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # ‖S‖₂, as in trained layers
     conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # cond(M)
 
 
@@ -63,10 +63,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each algorithm, S and K, and in a model's layers also for each image and head.
+    """Returns a row for each algorithm, S and K, and for a model's layers also for each image and head.
 
-    M is ([images, h,] N, 2d_v), `condition` is cond(M), ([images, h]), and each of `skews` is ([images, h,] N, N). `counts`
-    has the values of K, in rising order.
+    `m` is ([images, h,] N, 2d_v). `condition` holds cond(M), ([images, h]). Each S of `skews` is ([images, h,] N, N).
+    `counts` holds the values of K, in rising order.
     """
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():
@@ -86,7 +86,7 @@ def _bases(m: Tensor, num_iterations: int) -> dict[str, list[Tensor]]:
 
 
 def iterates(m: Tensor, coefficients: list[tuple[float, float, float]]) -> list[Tensor]:
-    """Returns M₁, M₂, … with M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k and M₀ = M/(‖M‖_F + ε).
+    """Returns M₁, M₂, …, where M_{k+1} = M_k (a_k I + b_k G_k + c_k G_k²), G_k = M_kᵀM_k and M₀ = M/(‖M‖_F + ε).
 
     Each matrix is (..., N, 2d_v). The coefficients (1.5, −0.5, 0) at every step give Eq. 9.
     """
@@ -107,14 +107,14 @@ def _orthogonality(s: Tensor, basis: Tensor) -> dict[str, Tensor]:
 
 
 def low_rank_exponential(basis: Tensor, s: Tensor) -> Tensor:
-    """Returns I + B (exp[S] − I) Bᵀ with [S] = BᵀSB (Eq. 6 and 7), (..., N, N), for B (..., N, r) and skew S (..., N, N)."""
+    """Returns I + B (exp[S] − I) Bᵀ with [S] = BᵀSB (Eq. 6 and 7). B is (..., N, r); S and the result are (..., N, N)."""
     small = basis.mT @ s @ basis
     exp_minus_identity = exponential((small - small.mT) / 2) - torch.eye(small.shape[-1], dtype=s.dtype)  # (..., r, r)
     return torch.eye(s.shape[-1], dtype=s.dtype) + basis @ exp_minus_identity @ basis.mT
 
 
 def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns two bounds on ‖YᵀY − I‖₂ from Theorem 3.1, and a third bound that allows ‖B‖₂ > 1, each (...).
+    """Returns the two bounds on ‖YᵀY − I‖₂ of Theorem 3.1, and a third bound that allows ‖B‖₂ > 1, each (...).
 
         (e^‖S‖ − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|        Eq. 10
         (e^‖S‖ − 1)² / 4                         Eq. 11
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws over K the error at the ‖S‖₂ nearest to 1, by cond(M), and the maximum ratio of the error to Eq. 10."""
+    """Draws against K: the error at the ‖S‖₂ nearest to 1, by cond(M), and the maximum ratio of the error to Eq. 10."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -28,7 +28,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures ‖J − (J₁ + J₂)‖_F/‖J‖_F of one head on Gaussian tokens, ‖J₁‖₂ and ‖J₂‖₂."""
+    """Measures ‖J − (J₁ + J₂)‖_F/‖J‖_F, ‖J₁‖₂ and ‖J₂‖₂ of one head on Gaussian tokens."""
     rows = []
     for (tokens, d, heads), seed, method in itertools.product(SIZES, settings.seeds, METHODS):
         generator = lab.generator(seed, f"theory/jacobian/{tokens}x{d}x{heads}")
@@ -81,7 +81,7 @@ def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float
 
 
 def jacobian_terms(x: Tensor, a: Tensor, a_jacobian: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns J₁ = (X W ⊗ I_N)ᵀ ∂vec A/∂vec X and J₂ = Wᵀ ⊗ A of Eq. 13, each (N·d, N·d), with W = W^V W^O.
+    """Returns J₁ = (X W ⊗ I_N)ᵀ ∂vec A/∂vec X and J₂ = Wᵀ ⊗ A of Eq. 13, with W = W^V W^O. Each is (N·d, N·d).
 
     X is (N, d), A is (N, N), ∂vec A/∂vec X is (N², N·d), and W is (d, d).
     """

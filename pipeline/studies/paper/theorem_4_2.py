@@ -27,7 +27,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the singular values of W̃ of each head, by Section 4 in float32 and float64, and by Xavier in float64."""
+    """Measures the singular values of each head's W̃, with Section 4's weights in float32 and float64, and with Xavier's."""
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():

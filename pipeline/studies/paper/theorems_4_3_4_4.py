@@ -27,7 +27,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-# The maximum α to which a slope is fitted. Up to this α, ‖S‖ < 0.05, so the next order in α is below 5 % of the first order.
+# Slopes are fitted to α up to this value. There ‖S‖ < 0.05, so the next order in α is below 5 % of the first order.
 FIT_BELOW = 1e-3
 # The next order can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
 SLOPE_TOLERANCE = 0.01
@@ -39,7 +39,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures one head on Gaussian tokens for each size, seed, method and α, and the layers of models as initialised."""
+    """Measures one head on Gaussian tokens for each size, seed, method and α. Also measures layers as initialised."""
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
         generator = lab.generator(seed, f"theory/alpha/{tokens}x{d}x{heads}")
@@ -59,8 +59,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
     """Returns the quantities of both theorems for one head.
 
-    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1, because a file has too few digits to tell κ(J) from 1 for
-    small α.
+    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1. The digits in a file could not tell κ(J)
+    itself from 1 for small α.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -142,7 +142,7 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Draws two panels.
 
-    Left: κ(J) − 1 of one head, and the bound, over α. Right: κ of the first head, and κ of the whole layer, over the layers.
+    Left: κ(J) − 1 of one head and its bound, against α. Right: κ of the first head and κ of the whole layer, for each layer.
     """
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]

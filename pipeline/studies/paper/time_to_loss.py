@@ -1,4 +1,4 @@
-"""Converts Section 5's claims of speed from epochs to seconds, by the ratio of two models' seconds per step.
+"""Converts Section 5's claims of speed from epochs to seconds, with the ratio of two models' seconds per step.
 
 All models take the same number of steps per epoch. The claims are about epochs, so the ratios of seconds have no verdict.
 """
@@ -22,7 +22,7 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each OSA model and each baseline.
 
-    `keeps` is the smallest limit with which the claim is reproduced. A ratio of seconds is NaN if the machine lacks a model.
+    `keeps` is the smallest limit at which the claim is reproduced. A ratio of seconds is NaN if a model was not timed there.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]

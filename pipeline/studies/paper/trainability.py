@@ -47,7 +47,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        if mlp == lab.config(variant).variant.mlp_init:  # once per variant, since `attention_jacobian` has no MLPs
+        if mlp == lab.config(variant).variant.mlp_init:  # once per variant, since `attention_jacobian` leaves out the MLPs
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))
@@ -55,7 +55,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def logits_jacobian(model: VisionTransformer, x: Tensor) -> dict[str, float]:
-    """Returns ‖·‖₂, ‖·‖_F and κ of the dense ∂logits/∂X₀, (classes, N·d)."""
+    """Returns ‖·‖₂, ‖·‖_F and κ of the Jacobian ∂logits/∂X₀, (classes, N·d)."""
 
     def logits(x: Tensor) -> Tensor:
         return model.head(model.norm(nn.Sequential(*model.blocks)(x)[:, 0]))  # (batch, classes)
@@ -76,7 +76,7 @@ def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> 
 
 
 def attention_jacobian(model: VisionTransformer, x: Tensor, settings: Settings, generator: Generator) -> dict[str, float]:
-    """Returns ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ for the network without MLPs, without forming the Jacobian."""
+    """Estimates ‖·‖₂ and ‖·‖_F/√(N·d) of ∂X_L/∂X₀ for the network without its MLPs. Never forms the Jacobian."""
 
     def attend(x: Tensor) -> Tensor:
         for block, attention, _ in blocks_of(model):
@@ -105,7 +105,7 @@ def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_sampl
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each model: geometric means over seeds.
 
-    `kappa` and `first_gradient` are at the minimum and the maximum depth. `attention_kept` is without the MLPs.
+    `kappa` and `first_gradient` are given at the minimum and at the maximum depth. `attention_kept` leaves out the MLPs.
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]

@@ -1,8 +1,9 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-For the error rates, the truth lies at the limit of a claim, so that every "reproduced" and "contradicted" is an error. For
-the power, the truth is the paper's Table 2. The value of a run has a normal distribution, with the spread that claims.yaml
-declares. A share of the runs fails to start: of both models for the error rates, and of OSA (NS) alone for the power.
+For the error rates, the true difference is the limit of a claim, so every "reproduced" or "contradicted" is an error. For
+the power, the true accuracies are those in the paper's Table 2. The value of a run is normally distributed, with the spread
+that claims.yaml declares. A share of the runs does not start to learn. For the error rates, such runs occur in both models;
+for the power, they occur only in OSA (NS).
 """
 
 import itertools
@@ -22,8 +23,8 @@ from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
-FAILING = (0.0, 0.1)  # shares of runs that fail to start
-# A failing run has a normal value: the mean is the second model's mean plus FAILED, and SCATTER is the standard deviation.
+FAILING = (0.0, 0.1)  # shares of runs that do not start to learn
+# The value of a failing run is normal, with the second model's mean plus FAILED as mean, and SCATTER as standard deviation.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
@@ -33,7 +34,7 @@ class Settings(Section):
 
 
 def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
-    """Returns the values of n runs, from normal numbers (n, 2).
+    """Returns the values of n runs, from standard normal numbers (n, 2).
 
     The first number of a run sets its value. The second number decides whether the run fails.
     """
@@ -42,7 +43,7 @@ def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) 
 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
-    """Judges the primary comparisons of one simulated experiment, in which the truth lies at the limit of each claim.
+    """Judges the primary comparisons of one simulated experiment, in which every true difference is its claim's limit.
 
     Returns "reproduced" if at least one comparison passes Holm's test, and "" otherwise.
     """
@@ -81,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced": errors with the truth at a limit, and power with the truth at the paper's values."""
+    """Returns rates of "reproduced": errors if the true value is a limit, and power if the true values are the paper's."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

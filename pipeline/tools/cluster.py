@@ -26,14 +26,14 @@ from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # paths in the archive, which also holds the data
 RETRIES = 3  # maximum number of restarts of a training whose node has died
-OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # pattern of Ray's messages
+OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # regex for Ray's messages
 
 
 def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Generator[list[Run]]:
-    """Trains runs on a Ray cluster. Yields, at least every `seconds` seconds, the runs that have ended since the last time.
+    """Trains runs on a Ray cluster. At least every `seconds` seconds, yields the runs that have ended since the last yield.
 
     Raises:
-        UserError: Ray is not installed, the address has no cluster, or a training failed.
+        UserError: Ray is not installed, there is no cluster at the address, or a training failed.
     """
     ray = import_ray()
     try:
@@ -48,7 +48,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            # Mapped, since the data may exceed the memory. Ray does not copy a plain array.
+            # Memory-mapped, since the data may exceed the memory. The view is a plain array, which Ray does not copy.
             pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
@@ -65,7 +65,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
 
 
 def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
-    """Returns what a training needs of a cluster's resources: a core and, if there are GPUs, 1 / `per_gpu` of a GPU."""
+    """Returns the resources that a training needs on a cluster: a core and, if there are GPUs, 1 / `per_gpu` of a GPU."""
     return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 

@@ -1,4 +1,4 @@
-"""Checks installation, data and results, with a remedy for each problem: `make doctor`, or `python3 -m pipeline doctor`.
+"""Checks installation, data and results, and suggests remedies: `make doctor`, or `python3 -m pipeline doctor`.
 
 The command needs only Python, changes nothing, and exits with status 1 if `make reproduce` would fail.
 """

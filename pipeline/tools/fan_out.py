@@ -1,8 +1,8 @@
 """Trains all missing or stale runs, several at once: `python -m pipeline fan_out`.
 
 Each run trains in a separate process: on this machine, with one thread or a share of a GPU, or on a node of a Ray cluster.
-fan_out registers ended runs with DVC and MLflow. After an interruption, the same command resumes each run at the last point
-of its curves. On a cluster, an interrupted run starts again at step 0.
+fan_out registers runs with DVC and MLflow as they end. After an interruption, the same command resumes each run at the last
+point of its curves. On a cluster, an interrupted run starts again at step 0.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds to a parser the options of every command that trains several runs at once. Returns the parser."""
+    """Adds the options that all commands for training several runs share. Returns the parser."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
     per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
     parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
@@ -119,7 +119,7 @@ def single_instance(lock: Path) -> Iterator[None]:
 def train_all(
     jobs: list[Job], at_a_time: int | None, per_gpu: int, no_tracking: bool, address: str | None = None
 ) -> Iterator[list[Run]]:
-    """Trains runs on the cluster at `address`, or on this machine if `address` is None. Yields groups of ended runs."""
+    """Trains runs on a cluster at `address`, or on this machine if `address` is None. Yields groups of runs as they end."""
     if address:
         finished, at_a_time = cluster.train(jobs, address, per_gpu, show_every()), len(jobs)
     else:
@@ -146,7 +146,7 @@ def at_once(per_gpu: int) -> int:
 
 
 def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> Iterator[list[Run]]:
-    """Yields the non-empty groups of `finished`, and shows the progress after every group."""
+    """Yields the non-empty groups of runs from `finished`. Updates the progress bar after every group."""
     estimates = times.Estimates(record for _, record in recorded())
     left = {str(run): (run, config) for run, config in jobs}
     epochs = sum(config.train.epochs for _, config in jobs)
@@ -178,9 +178,9 @@ def show_every() -> float:
 
 
 def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[float, float | None]:
-    """Returns the remaining epochs of a run, and an estimate of the remaining seconds, or None if it is unknown.
+    """Returns the remaining epochs of a run, and an estimate of the remaining seconds (None if unknown).
 
-    If the run is training on this machine, the estimate uses the run's own pace, and otherwise the pace of earlier runs.
+    The estimate uses the run's own pace if the run is training on this machine, and otherwise the pace of earlier runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
         with contextlib.suppress(UserError):  # the run may have just ended, and its record moved
@@ -196,7 +196,7 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
 
 
 def time_left(seconds: list[float | None], at_a_time: int) -> float:
-    """Returns the seconds until all runs have ended, from the seconds of each run. NaN if the time of a run is unknown."""
+    """Estimates the seconds until all runs have ended from the remaining seconds of each run. NaN if one of them is None."""
     known = [each for each in seconds if each is not None]
     if len(known) < len(seconds):
         return math.nan
@@ -214,7 +214,7 @@ def adopt(settings: Params, no_tracking: bool) -> None:
     """Registers with DVC and MLflow the runs of Table 2 that DVC does not know, such as runs from another machine.
 
     Raises:
-        UserError: a command of DVC fails.
+        UserError: a DVC command fails.
     """
     if not has_dvc():
         return
@@ -253,7 +253,7 @@ def commit(runs: list[Run]) -> list[str]:
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
     """Trains runs on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
 
-    Yields, at least every `show_every()` seconds, the runs that have ended since the last time.
+    At least every `show_every()` seconds, yields the runs that have ended since the last yield.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-The script needs only Python, even a version that is too old for the rest of the code. On Linux, a machine without a GPU gets
-the build for CPUs from PyTorch's own index. If the index does not answer, the machine gets PyPI's larger build with CUDA.
+The script needs only Python, which may be too old for the rest of the code. On Linux, a machine without a GPU gets
+the CPU build from PyTorch's own index. If the index does not answer, the machine gets the larger CUDA build from PyPI.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # oldest and newest Python that all pins in requirements.txt support
 PATIENCE = 5  # seconds to wait for PyTorch's index
-CPU, PYPI = "cpu", "pypi"  # sources of PyTorch: PyTorch's index of builds for CPUs, and PyPI
+CPU, PYPI = "cpu", "pypi"  # sources of PyTorch: PyTorch's index of CPU builds, and PyPI
 
 
 def main() -> None:
@@ -72,12 +72,12 @@ def update(options: argparse.Namespace) -> None:
 
 
 def has_python(venv: Path) -> bool:
-    """True if the environment has a Python. An upgrade of the system can remove the target of the link bin/python."""
+    """True if the environment's Python exists. A system upgrade can remove the target of the link bin/python."""
     return (venv / "bin/python").exists()
 
 
 def is_installed(path: Path, venv: Path) -> bool:
-    """True if the environment holds an equal copy of a requirements file. An installation ends with writing the copy."""
+    """True if the environment holds an identical copy of a requirements file. An installation writes the copy last."""
     copy = venv / path.name
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
@@ -161,12 +161,12 @@ def install_torch_for_cpus(path: Path, options: argparse.Namespace, log: BinaryI
 
 
 def public(url: str) -> str:
-    """Removes the login from an address."""
+    """Removes the login and trailing slashes from an address."""
     return re.sub("//[^/@]*@", "//", url).rstrip("/")
 
 
 def answers(url: str) -> bool:
-    """True if a server answers in time. An HTTP error is an answer, as the installer may have a password for the server."""
+    """True if a server answers in time, even with an HTTP error, since the installer may have a password for the server."""
     answered = []
 
     def ask() -> None:
@@ -199,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Runs a command that writes to `log`. A terminal shows the last line. Returns True if successful."""
+    """Runs a command and writes its output to `log`. A terminal shows the last line. Returns True if successful."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

@@ -39,7 +39,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """Returns the runs of Table 2 and of studies that match patterns such as table_2/osa_qr/*, in the order of the patterns.
+    """Returns the runs, of Table 2 or a study, whose names match patterns such as table_2/osa_qr/*, in the patterns' order.
 
     Raises:
         UserError: a pattern matches no run.
@@ -88,7 +88,7 @@ def command(run: Run) -> list[str]:
 
 
 def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    """Runs a Python process on one thread, in a folder with code, parameters and data. Prints warnings of the process.
+    """Runs a Python process on one thread, in a folder with code, parameters and data. Prints the process's warnings.
 
     Raises:
         RuntimeError: the process fails.
@@ -118,11 +118,11 @@ def execute(arguments: list[str], folder: Path, environment: dict[str, str]) -> 
 def as_completed(
     tasks: dict[Any, Run], wait: Callable[[list], Iterable], collect: Callable[[Run, Any], None]
 ) -> Generator[list[Run]]:
-    """Yields the runs that have just ended, after each call of `wait`, until all tasks have ended.
+    """After each call of `wait`, yields the runs that have just ended. Stops once all tasks have ended.
 
     Args:
         tasks: the run of each task.
-        wait: returns the ended tasks, if any, among the tasks that are left.
+        wait: takes the list of remaining tasks, and returns the tasks in it that have ended, if any.
         collect: stores the results of an ended task, or raises the error of the task.
 
     Raises:

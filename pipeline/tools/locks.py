@@ -15,7 +15,7 @@ RWLOCK = Path(".dvc/tmp/rwlock")  # DVC's list of the paths that its processes r
 
 
 def held() -> list[str]:
-    """Returns the paths of locks that other processes hold, and descriptions of other running processes of DVC."""
+    """Returns the paths of locks that other processes hold, and descriptions of other running DVC processes."""
     return [str(path) for path in (DVC, FAN_OUT, TRY) if _is_held(path)] + dvc_processes()
 
 
@@ -38,7 +38,7 @@ def claims() -> dict | None:
 
 
 def dvc_processes() -> list[str]:
-    """Returns the other running processes of DVC in this folder, as "`dvc repro` (process 12)"."""
+    """Returns a description, such as "`dvc repro` (process 12)", of each other DVC process that runs in this folder."""
     known = claims() or {}
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():
@@ -48,9 +48,9 @@ def dvc_processes() -> list[str]:
 
 
 def stages() -> list[str]:
-    """Returns the running commands of the pipeline that write results in this folder, as "`train osa_qr 0` (process 12)".
+    """Returns a description, such as "`train osa_qr 0` (process 12)", of each pipeline command that writes results here.
 
-    Also finds a stage that outlives its `dvc repro`, and therefore holds no lock. Returns [] on systems without /proc.
+    Also finds a stage that has outlived its `dvc repro` and therefore holds no lock. Returns [] on systems without /proc.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*"):

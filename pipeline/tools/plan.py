@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dvc.stage import Stage
 
 CHECK = "check"  # a stage that triggers no other, since its output is the same for all valid parameters
-MOST_SHOWN = 4  # names or reasons on a line
+MOST_SHOWN = 4  # maximum number of names or reasons on a line
 
 
 @entry_point
@@ -77,7 +77,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     Returns:
         The stages that will run, with the reasons for each.
         The stages that may run too, because they depend on stages that will run.
-        The number of all stages.
+        The total number of stages.
     """
     import networkx
     from dvc.repo import lock_repo
@@ -114,7 +114,7 @@ def reasons(stage: Stage, status: list) -> Iterator[str]:
 
 
 def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
-    """Yields a text for each parameter that differs, such as "train.epochs is 3, was 10"."""
+    """Yields a phrase for each parameter that differs, such as "train.epochs is 3, was 10"."""
     for key in before | after:
         name, old, new = f"{above}{key}", before.get(key), after.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -126,7 +126,7 @@ def differences(before: dict, after: dict, above: str = "") -> Iterator[str]:
 
 
 def by_group(stages: Iterable[str]) -> dict[str, list[str]]:
-    """Groups names of stages by the part before the @."""
+    """Groups stage names by the part before the @."""
     groups = defaultdict(list)
     for stage in stages:
         groups[stage.partition("@")[0]].append(stage)

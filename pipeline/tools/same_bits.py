@@ -1,7 +1,7 @@
-"""Compares weights trained by the working tree and by a commit, bit by bit: `python -m pipeline same_bits COMMIT`.
+"""Checks whether the working tree and a commit train the same weights, bit by bit: `python -m pipeline same_bits COMMIT`.
 
-It compares the weights of every model after the first steps on the sample, on this machine. If an edit changes the weights,
-increment `osa.NUMERICS`; DVC then retrains.
+On this machine, it trains every model with both versions for a few steps on the sample of MNIST. If an edit changes the
+weights, increment `osa.NUMERICS`; DVC then retrains.
 """
 
 import hashlib

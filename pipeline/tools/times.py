@@ -1,4 +1,4 @@
-"""Estimates the time of trainings from the records of earlier trainings, and of other stages from a table."""
+"""Estimates how long trainings take, from records of earlier trainings, and how long other stages take, from a table."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from pipeline.data import idx
 from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # other published data sets have 60,000
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # seconds of stages on one thread
+SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # seconds per stage, on one thread
 OTHER_SECONDS = 5
 
 
 def of_stage(name: str) -> float:
-    """Returns the seconds of a stage that trains no model: the entry of SECONDS for its study, or else for its group."""
+    """Returns the seconds of a stage that trains no model: SECONDS of its study, else of its group, else OTHER_SECONDS."""
     group, _, study = name.rpartition(":")[2].partition("@")
     return SECONDS.get(study, SECONDS.get(group, OTHER_SECONDS))
 
@@ -26,7 +26,7 @@ def of_stage(name: str) -> float:
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
     """Returns a number proportional to the time of a training: the number of patches seen × the number of blocks.
 
-    Returns None if the training needs images of the user that are absent or do not have the digest `data_sha256`.
+    Returns None if the training uses the user's images, and they are absent or do not have the digest `data_sha256`.
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
@@ -45,7 +45,7 @@ class Estimates:
 
     def __init__(self, records: Iterable[RunRecord]) -> None:
         self._unread = iter(records)
-        # Seconds per unit of `relative_cost`. Keys are pairs of a device, or None for all devices, and a key from `_keys`.
+        # Seconds per unit of `relative_cost`. Each key is a pair: device (None: all) and key from `_keys`.
         self._paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
 
     def add(self, record: RunRecord) -> None:

@@ -1,7 +1,7 @@
-"""Trains a grid of values, to compare with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
+"""Tries other parameter values and compares the runs with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
 It trains the missing runs of every combination of values and seeds. Then it compares their test accuracies with Table 2, by
-the rank test of the verdicts on claims. Records stay under paper_outputs/runs/tries, which git and DVC ignore.
+the same rank test that judges claims. Records stay under paper_outputs/runs/tries, which git and DVC ignore.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def accuracies(runs: ResultsBySeed) -> list[float]:
 
 
 def cell(runs: ResultsBySeed) -> str:
-    """Formats accuracies as mean ± standard deviation (runs), as in "97.03 ± 0.15 (3), 1 diverged"."""
+    """Formats accuracies as mean ± standard deviation (number of runs), as in "97.03 ± 0.15 (3), 1 diverged"."""
     found, parts = summary_of([run.accuracy for run in runs.values() if not math.isnan(run.accuracy)]), []
     if found.n:
         spread = "" if math.isnan(found.std) else f" ± {found.std:.2f}"

@@ -1,4 +1,4 @@
-"""Finds, creates and updates the runs of our experiment in MLflow."""
+"""Finds, creates and updates the runs of this project's experiment in MLflow."""
 
 import getpass
 import os
@@ -29,16 +29,16 @@ of them, and `ViT, init.head=zeros` has that value replaced. Parameters are name
 folder under `paper_outputs/runs`.
 """
 GREY = "#808080"  # instead of INK, which is invisible in MLflow's dark scheme
-MOST_RUNS = 50_000  # MLflow's limit to the results of a search
+MOST_RUNS = 50_000  # MLflow's limit on the number of search results
 
 
 def name_of(run: "Run") -> str:
-    """Returns table_2/osa_qr/0 for a training, table_2/osa_qr for a parent run, and "" for a run of the user."""
+    """Returns table_2/osa_qr/0 for a training, table_2/osa_qr for a parent run, and "" for a run that the user added."""
     return run.data.tags.get("run") or run.data.params.get("run", "")  # older stores have the name as a parameter
 
 
 class Experiment:
-    """The experiment in MLflow. The constructor creates the experiment and its views if absent."""
+    """The experiment in MLflow. The constructor creates the experiment and its views if they do not exist."""
 
     def __init__(self, client: Any) -> None:
         self.client = client

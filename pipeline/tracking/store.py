@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from pipeline.core.errors import UserError, without_password
 
-ENVIRONMENT = {  # defaults of MLflow's variables
+ENVIRONMENT = {  # defaults for MLflow's environment variables
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_DISABLE_AGENT_HINT": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # MLflow's background jobs are for language models
@@ -24,11 +24,11 @@ ENVIRONMENT = {  # defaults of MLflow's variables
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of the variables to keep for a database. Other variables could change the address of the store or of the server.
+# Prefixes of the variables kept if the store is a database. Others could change the address of the store or of the server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how to connect to databases and artifacts
 ARTIFACTS = "mlartifacts"
-LOCATIONS = {  # columns of MLflow's tables with addresses of artifacts
+LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "experiments": ("artifact_location",),
     "runs": ("artifact_uri",),
     "logged_models": ("artifact_location",),
@@ -45,7 +45,7 @@ def root() -> Path:
 def address() -> str:
     """Returns MLFLOW_TRACKING_URI if set, else the address of the SQLite database at the repository root."""
     path = root() / "mlflow.db"
-    # An SQLite address cannot quote ?, # or %. A relative path avoids a folder whose name contains such a character.
+    # An SQLite address cannot escape ?, # or %. A relative path avoids a folder whose name contains such a character.
     quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
     return os.environ.get(URI_VARIABLE) or f"sqlite:///{quoted}"
 
@@ -57,14 +57,14 @@ def database() -> Path | None:
 
 
 def artifacts() -> str | None:
-    """Returns the address of the artifacts, which lie next to the database, or None if the store is a server."""
+    """Returns the address of the artifacts, which lie next to the database. Returns None if the store is a server."""
     if address().startswith("http"):
         return None
     return ((database() or root() / "mlflow.db").resolve().parent / ARTIFACTS).as_uri()
 
 
 def make_settings_ours() -> None:
-    """Adds ENVIRONMENT to the user's variables. For a database, first removes variables of MLflow except KEPT_SETTINGS."""
+    """Adds ENVIRONMENT's defaults. If the store is a database, first removes MLflow's variables except KEPT_SETTINGS."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):
@@ -73,7 +73,7 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Replaces `old`, the former address of the artifacts, in an SQLite store that was moved or copied with them."""
+    """Updates an SQLite store that was moved or copied with its artifacts: replaces `old`, the artifacts' former address."""
     import sqlalchemy
 
     new = artifacts()
@@ -115,7 +115,7 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            # A new database is renamed at the end, as a killed process could leave half of the tables.
+            # A new database gets its name only once complete, since a killed process could leave half of the tables.
             partial = path.with_name(f"{path.name}.partial")
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()
@@ -157,7 +157,7 @@ def _remedy(error: Exception, why: str) -> str:
 def cause(error: BaseException) -> str:
     """Returns the root cause of an error, on one line. MLflow's outermost error often names only an address."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        if isinstance(behind, KeyError):  # about an unknown address, MLflow's own error says more
+        if isinstance(behind, KeyError):  # for an unknown address, MLflow's own error says more
             break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])

@@ -1,7 +1,7 @@
 """Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child for each seed.
 
-A family is all runs of one name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family. Several
-processes can therefore sync, and a sync can be repeated after an interruption, without duplicate runs.
+A family is all runs of one study and name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family.
+Several processes can therefore sync, and a sync can be repeated after an interruption, without duplicate runs.
 """
 
 import math
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ENDED = ("FINISHED", "FAILED")  # MLflow's status of finished and of diverged runs
 COSTS = ("seconds", "images_per_second")
-OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # keys of records that become tags
+OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # record keys that become tags
 ENVIRONMENT_TAGS = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
 SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
@@ -168,7 +168,7 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference. Returns {} outside Table 2, and for models not in the paper."""
+        """Returns the paper's accuracy and our difference from it, or {} outside Table 2 and for models not in the paper."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -219,7 +219,7 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns a digest of the configuration in params.yaml for each data set of the runs.
+        """Returns digests of the configuration in params.yaml, one for each data set that the runs use.
 
         The result is empty outside Table 2, and if all runs have the same configuration.
         """
@@ -241,7 +241,7 @@ class Family:
         return self.parents[configuration]
 
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
-        """Updates the statistics of a parent over the newest ended run of each seed.
+        """Updates a parent's statistics, which cover the newest ended run of each seed.
 
         A parent has no curves, since MLflow can only append to a curve, and a new seed changes every mean.
         """
@@ -268,7 +268,7 @@ class Family:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """Returns means and standard deviations of the last values of the runs that start, and numbers of runs."""
+        """Returns means and standard deviations of last values over the runs that start to learn, and counts of runs."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}
@@ -313,7 +313,7 @@ def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
-    """Returns a digest that all children of a parent share."""
+    """Returns the digest of a configuration and its data, which all children of a parent share."""
     return _digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])
 
 

@@ -68,13 +68,13 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """The end of an ended training, or the last point of a running one, in milliseconds since 1970."""
+        """When the training ended or, while it runs, when it reached its last point, in milliseconds since 1970."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
     @property
     def status(self) -> str:
-        """The status for MLflow: RUNNING, FINISHED, FAILED or KILLED. A training that diverged has failed."""
+        """The status for MLflow: RUNNING, FINISHED, FAILED or KILLED. A diverged training counts as FAILED."""
         if not self.has_ended and time.time() - self.path.stat().st_mtime > LOST_SECONDS:
             return "KILLED"
         return STATUS[self.record.status]
@@ -101,7 +101,7 @@ class TrackedTraining:
         return values
 
     def starts(self) -> bool:
-        """True if an ended run starts, as defined in pipeline/statistics/claims.py."""
+        """True if an ended run started to learn, as `starts` in pipeline/statistics/claims.py defines it."""
         from pipeline.statistics.claims import starts
 
         guess_loss = math.log(self.record.config.model.num_classes)

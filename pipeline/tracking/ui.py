@@ -53,7 +53,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     """Prints the addresses of the two views. Then syncs whenever a record changes, until the server ends."""
-    from pipeline.tracking import sync, trainings  # takes seconds, in which the server starts
+    from pipeline.tracking import sync, trainings  # slow to import; the server starts meanwhile
 
     opened = store.connect()
     with store.errors_as_user_errors():
@@ -65,7 +65,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     print(f"{'Their curves':<16}{page}seeds&compareRunsMode=CHART", flush=True)
     seen = None
     while server is None or server.poll() is None:
-        # The state also changes every LOST_SECONDS, since a killed training adds no point.
+        # The state also changes every LOST_SECONDS, so that a sync notices killed trainings, which add no points.
         points = [(training.path, _age(training.path)) for training in trainings.find()]
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
@@ -99,6 +99,6 @@ if __name__ == "__main__":
     from mlflow.cli import cli
 
     store.connect()
-    # The address may hold a password, and `ps` shows arguments, so a variable passes the address.
+    # The address may hold a password, and `ps` shows arguments, so an environment variable passes the address.
     os.environ["MLFLOW_BACKEND_STORE_URI"] = store.address()
     cli()

@@ -1,11 +1,11 @@
-"""Writes the pages: `python -m pipeline report paper` writes report.html and report.md, `research` research.html and .md.
+"""Writes the pages: `python -m pipeline report paper` for report.html and .md, `report research` for research.html and .md.
 
-    python -m pipeline report paper --only theorem_2_2    summarises this study again, keeps the numbers of the others
-    python -m pipeline report readme                      writes the result into README.md, between its markers
+    python -m pipeline report paper --only theorem_2_2    summarises this study again and keeps the numbers of the others
+    python -m pipeline report readme                      writes the results into README.md, between the markers
     python -m pipeline report demonstration               writes report.html and .md without studies, as in quickstart/
 
-templates/ holds the text. Studies give the numbers in the text, which are also written to paper_outputs/numbers. Nothing
-depends on time or chance: the same files give the same bytes.
+templates/ holds the text. The studies supply its numbers, which are also written to paper_outputs/numbers. Pages do not
+depend on time or chance: the same files give the same bytes.
 """
 
 import base64
@@ -98,7 +98,7 @@ def make_page(name: str, only: str | None = None) -> None:
 def check_current(*pages: str) -> None:
     """Raises UserError if DVC considers a direct or indirect input of the pages out of date."""
     stages = [name for name in pages if name in STAGES]
-    # `dvc repro` sets DVC_STAGE after a check of the inputs.
+    # `dvc repro` sets DVC_STAGE once it has checked the inputs.
     if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():
         return
     from dvc.repo import Repo
@@ -132,7 +132,7 @@ def common(lab: Lab) -> dict[str, Any]:
 def write_figure(
     path: Path, of_page: str, sources: list[str], lab: Lab, draw: Callable[[], Figure | None], *, png: bool = False
 ) -> None:
-    """Writes a figure for wide screens and for narrow ones, and as PNG if wanted. Writes nothing if `draw` returns None.
+    """Writes a figure for wide and for narrow screens, and as PNG if `png` is set. Writes nothing if `draw` returns None.
 
     Calls `draw` only if an input has changed.
     """
@@ -155,7 +155,7 @@ def write_figure(
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
     """Writes a study's figures. Returns the study's numbers, or {} if the study is not measured yet.
 
-    A figure of Table 2's runs cites `commits`, the code that trained the runs.
+    A figure drawn from Table 2's runs cites `commits`, whose code trained the runs.
     """
     one = studies.get(name)
     settings = studies.settings(name)

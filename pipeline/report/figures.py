@@ -20,7 +20,7 @@ from pipeline.core import files
 from pipeline.report.numbers import scripted
 
 PANELS = {"train_loss": "Train loss", "test_loss": "Test loss"}
-# An invisible letter shifts the text after a superscript or subscript back to the baseline. Not every browser supports the
+# A zero-width space moves the text after a superscript or subscript back to the baseline. Not every browser supports the
 # attribute baseline-shift.
 UP = '<tspan dy="-0.5em" font-size="70%">{}</tspan><tspan dy="0.35em">\u200b</tspan>'
 DOWN = '<tspan dy="0.3em" font-size="70%">{}</tspan><tspan dy="-0.21em">\u200b</tspan>'
@@ -36,12 +36,12 @@ INVISIBLE = re.compile(  # parts of matplotlib's SVG that a page does not need
 
 
 def style():
-    """Returns a context for drawing and saving, which applies STYLE and ignores the user's matplotlibrc."""
+    """Returns a context manager for drawing and saving. It applies STYLE and ignores the user's matplotlibrc."""
     return matplotlib.style.context(["default", STYLE])
 
 
 def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
-    """Draws Figure 1, with a thin line for each seed of a model and a thick line for the median."""
+    """Draws Figure 1: for each model, a thin line per seed and a thick line for the median."""
     with style():
         figure = Figure(figsize=(7.2, 3.8), layout="constrained")
         for axes, curve in zip(figure.subplots(1, 2, sharey=True), PANELS, strict=True):
@@ -65,7 +65,7 @@ def figure_1(histories: pd.DataFrame, params: Params) -> Figure:
 
 
 def for_narrow(figure: Figure) -> Figure:
-    """Rearranges a figure in place for a narrow screen, with its panels stacked."""
+    """Rearranges a figure in place for a narrow screen, and stacks its panels."""
     panels, height = figure.axes, figure.get_figheight()
     if len(panels) > 1:
         height = min(height, NARROW_INCHES[1]) * len(panels)
@@ -87,7 +87,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     """Returns a figure as SVG, with the sources as metadata. Equal figures give equal bytes."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
     text = _save(figure, "svg", metadata).decode()
-    # matplotlib names clips and markers by digests of coordinates, whose last bits vary. Numbers replace the names.
+    # matplotlib names clip paths and markers by digests of coordinates, whose last bits vary. Numbered names replace these.
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
@@ -129,7 +129,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """Halves the bytes of an SVG's polyline: writes relative steps, rounded to tenths of a point. Keeps other paths."""
+    """Halves the length of an SVG polyline: writes relative steps, rounded to tenths of a point. Keeps any other path."""
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]

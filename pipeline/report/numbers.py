@@ -37,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:
-    """Marks up superscripts and subscripts in escaped text with `up` and `down`, as in d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}."""
+    """Marks up superscripts and subscripts in escaped text with `up` and `down`, such as d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}."""
 
     def write(found: re.Match) -> str:
         part = found.groupdict()
@@ -55,7 +55,7 @@ def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") 
 
 
 def fixed(value: float, digits: int) -> str:
-    """Formats `rounded(value)` with `digits` decimals, and − as minus sign."""
+    """Formats `rounded(value)` with `digits` decimals, and with − as the minus sign."""
     return ABSENT if pd.isna(value) else f"{rounded(value):z.{digits}f}".replace("-", "−")
 
 
@@ -70,7 +70,7 @@ def grouped(value: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Formats a share as per cent: 0.95 becomes 95%."""
+    """Formats a share as a percentage: 0.95 becomes 95%."""
     return ABSENT if pd.isna(share) else f"{fixed(100 * share, digits)}%"
 
 

@@ -69,7 +69,7 @@ def template_environment(label: Callable[[str], str]) -> jinja2.Environment:
 
 
 def by(rows: Iterable[Mapping[str, Any]], key: str) -> dict[str, Mapping[str, Any]]:
-    """Indexes rows by their value of a key: `table_2 | by("variant")`."""
+    """Indexes rows by their value for a key: `table_2 | by("variant")`."""
     return {row[key]: row for row in rows}
 
 
@@ -92,9 +92,9 @@ def _markdown() -> MarkdownIt:
 
 
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
-    """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to a colon).
+    """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title before any colon).
 
-    A paragraph with only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps the
+    A paragraph that is only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps the
     path to a line below the figure.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
@@ -111,7 +111,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
 
 
 def anchor(title: str) -> str:
-    """The id of a heading, by GitHub's rule."""
+    """Returns the id that GitHub gives to a heading."""
     return re.sub(r"[^\w -]", "", html.unescape(re.sub(r"<[^>]+>", "", title)).lower()).replace(" ", "-")
 
 

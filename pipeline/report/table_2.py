@@ -50,13 +50,13 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
     """Returns a dictionary for each model of Table 2. Accuracies are in per cent.
 
     paper             test accuracy in the paper, or None
-    ours              statistics of our test accuracies, over the runs that start
-    accuracies        test accuracies of the runs that start
-    runs              number of runs that are not missing
-    starts_at_least   one-sided 95 % lower bound on the share of runs that start
-    others            test accuracies of the runs that do not start
+    ours              statistics of our test accuracies, over the runs that start to learn
+    accuracies        test accuracies of the runs that start to learn
+    runs              number of existing runs
+    starts_at_least   one-sided 95 % lower bound on the share of runs that start to learn
+    others            test accuracies of the runs that do not start to learn
     difference        our mean test accuracy minus the paper's
-    one_more_run      prediction interval of one more run; NaN if fewer than LEAST_RUNS runs start
+    one_more_run      prediction interval of one more run; NaN if fewer than LEAST_RUNS runs start to learn
     is_within         whether the paper's accuracy lies inside this interval; None if unknown
     finished, diverged, missing    number of runs with this status
     """
@@ -96,7 +96,7 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
     models   number of models
     inside   number of models whose accuracy in the paper lies inside our prediction interval
     below    number of models whose mean accuracy here lies below the paper's
-    p        two-sided p-value, by Stouffer's method, of the hypothesis that each of the paper's accuracies is one more run
+    p        two-sided p-value (Stouffer's method) of the hypothesis that each accuracy in the paper comes from one more run
     widest   width of the widest prediction interval
     """
     judged = [row for row in rows if row["is_within"] is not None]
@@ -113,7 +113,7 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def as_csv(rows: list[dict[str, Any]], lab: Lab) -> pd.DataFrame:
-    """Returns Table 2 in per cent and percentage points."""
+    """Returns Table 2, with accuracies in per cent and differences in percentage points."""
     listed = []
     for row in rows:
         ours, difference = row["ours"], row["difference"]
@@ -151,7 +151,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """Returns the number of runs, the total hours and the variants per machine, for Table 2 and each study that trains."""
+    """For Table 2 and each study with trainings, returns the number of runs, the total hours and each machine's variants."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}
@@ -167,7 +167,7 @@ def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
 
 
 def made_with(records: dict[tuple[str, int], RunRecord]) -> dict[str, Any]:
-    """Summarises the provenance of Table 2's runs. Counts the runs with each value of each property."""
+    """Summarises the provenance of Table 2's runs. For each of PROPERTIES, counts the runs with each value."""
     listed = list(records.values())
     counts: dict[str, Counter[str]] = {key: Counter() for key in PROPERTIES}
     for record in listed:

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("variant", help="a name under variants in params.yaml")
     parser.add_argument("seed", type=params.seed)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")
-    parser.add_argument("--study", help="as this study trains it: by its reading of the paper, among that study's runs")
+    parser.add_argument("--study", help="train the model as this study does, and add the run to the study's runs")
     parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args(params.without_stage(sys.argv[1:]))

@@ -24,9 +24,9 @@ NAME = "Orthogonal Self-Attention"
 NOTE = """\
 The menu Views, at the top right of the table, has the models and their seeds.
 
-Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over the seeds that start, `OSA (QR), seed 0` one
-of them, and `ViT, init.head=zeros` has that value replaced. Parameters are named as in `params.yaml`; the tag `run` is the
-folder under `paper_outputs/runs`.
+Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over the seeds that start to learn,
+`OSA (QR), seed 0` is one run, and `ViT, init.head=zeros` is ViT with this value of `init.head`. Parameters are named as in
+`params.yaml`; the tag `run` is the folder under `paper_outputs/runs`.
 """
 GREY = "#808080"  # instead of INK, which is invisible in MLflow's dark scheme
 MOST_RUNS = 50_000  # MLflow's limit on the number of search results

@@ -8,6 +8,9 @@ from unittest import mock
 import hypothesis
 import pytest
 
+# Otherwise each of the many processes that tests start would compile all modules again. Some machines set this variable.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("repeatable")
 

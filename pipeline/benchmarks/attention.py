@@ -1,10 +1,10 @@
-"""Times one attention call over the number of tokens, by every method and alternative:
+"""Times an attention call at a growing number of tokens, with every method and every alternative:
 `python -m pipeline benchmarks.attention`.
 
-Orthogonal attention runs by each method, by the paper's formulas and by the dense `matrix_exp`. The alternatives are torch's
-softmax attention, by each backend, and two linear substitutes. At each size all routes are timed in rounds of shuffled
-order, unless they are predicted to be too slow or too large. The results go to attention.csv and attention.json in
-paper_outputs/benchmarks/HARDWARE/.
+Orthogonal attention is computed with each method, with the paper's formulas as written, and with the dense `matrix_exp`. The
+alternatives are torch's softmax attention, with each backend, and two kinds of linear attention. At each size, all of these
+are timed in rounds of shuffled order, except those predicted to be too slow or too large. The results go to attention.csv
+and attention.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -58,7 +58,7 @@ Key = tuple[str, int, str]  # method, width and pass
 
 @dataclass(frozen=True)
 class Route:
-    """A function that computes attention in a time proportional to N^power, and perhaps stores an N×N matrix."""
+    """A way to compute attention, in time proportional to N^power. `forms_matrix` says whether it stores an N×N matrix."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
     power: int
@@ -66,7 +66,7 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak: then the clock or the count is wrong."""
+    """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak. Then the clock or the count is wrong."""
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
         raise UserError(
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def file_name(options: argparse.Namespace) -> str:
-    """Returns "attention", followed by each option that is not the default, as in attention_bfloat16_norm_8."""
+    """Returns "attention", followed by each option that differs from its default, as in attention_bfloat16_norm_8."""
     unusual = {
         options.dtype: options.dtype != "float32",
         f"{options.heads}_heads": options.heads != 1,
@@ -136,7 +136,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
 
 
 def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
-    """Returns every way to compute attention that accepts these inputs, by name."""
+    """Returns, by name, every way to compute attention that accepts these inputs."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
     methods = [method for method in METHODS if method != "qr_literal"]  # the route "literal_qr" replaces "qr_literal"
@@ -182,7 +182,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
     """Returns whether to time a call, judged by its memory and by its predicted time.
 
-    `before` holds the tokens and the seconds of the route's last call, if there is one.
+    `before` holds the tokens and the seconds of the route's last measurement, or is None if there is none.
     """
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:

@@ -1,4 +1,4 @@
-"""Measures the cost of a call: multiply–adds and peak memory, which repeat exactly, and seconds, which do not."""
+"""Measures the cost of a call: multiply–adds and peak memory, which are reproducible, and seconds, which are not."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ class Call:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def with_backward(self) -> "Call":
-        """Returns a call that also computes the gradients of all tensors. The output's gradient is one more argument."""
+        """Returns a call that computes the gradients of all tensors. Its first argument is the output's gradient."""
         leaves = tuple(tensor.clone().requires_grad_() for tensor in self.tensors)
         return Call(partial(_gradients, self.function), (torch.ones_like(self()), *leaves))
 
@@ -67,12 +67,12 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
 
     We count the matrix products that torch's profiler sees. A library routine, such as a factorisation, hides its products
     from the profiler, so formulas count them. A kernel of `osa` hides its products too, so we count the products of the
-    plain route. Element-wise work does not count. The call runs on one thread, because operators on the CPU take work space
-    for each thread.
+    plain route. Element-wise work is not counted. The call runs on one thread, because operators on the CPU allocate
+    workspace for each thread.
 
     Raises:
-        LookupError: the call runs a routine of linear algebra or an attention for which this file has no formula, or an
-            operator of `osa` that has no plain route.
+        LookupError: the call runs a linear-algebra or attention routine for which this file has no formula, or an operator
+            of `osa` that has no plain route.
     """
     call()  # memory that the first call allocates and keeps does not count
     on_cuda = device.type == "cuda"
@@ -120,8 +120,8 @@ def product(a: list[int], b: list[int]) -> int:
 def qr(shape: list[int]) -> int:
     """Returns the multiply–adds of the reduced QR decomposition of (..., N, r) by Householder reflections.
 
-    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. We count half of the
-    floating-point operations of both routines (Golub & Van Loan, Section 5.2).
+    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. We count a
+    multiply–add for every two floating-point operations (Golub & Van Loan, Section 5.2).
     """
     *batch, n, r = shape
     k = min(n, r)
@@ -131,7 +131,7 @@ def qr(shape: list[int]) -> int:
 
 
 def cholesky(shape: list[int]) -> int:
-    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n), n³/6 per matrix.
+    """Returns the multiply–adds of the Cholesky decomposition of (..., n, n): n³/6 for each matrix.
 
     Column j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix (Golub & Van Loan, Section 4.2).
     """
@@ -139,7 +139,7 @@ def cholesky(shape: list[int]) -> int:
 
 
 def householder_product(shape: list[int]) -> int:
-    """Returns the multiply–adds that turn k Householder reflections into an n×k basis, (..., n, k)."""
+    """Returns the multiply–adds of turning k Householder reflections into an n×k basis. `shape` is (..., n, k)."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 
@@ -168,7 +168,7 @@ PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products, which the p
 ROUTINES: dict[str, Callable[[Shapes], int]] = {
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
     "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
-    # The overload with the argument `out` has three shapes and counts 0.
+    # This operator calls its overload with the argument `out`, which has three shapes. We count the product once.
     "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),
     "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # n³/3 (Section 3.2)
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves
@@ -180,7 +180,7 @@ for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attenti
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention_products(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
 FORMULAS = PRODUCTS | ROUTINES
-MADE_OF_OTHERS = {  # operators without products, or whose products the profiler sees as events of their own
+MADE_OF_OTHERS = {  # operators that have no products, or whose products the profiler sees as separate events
     "aten::linalg_cholesky",
     "aten::linalg_matrix_exp",
     "aten::linalg_matrix_norm",
@@ -195,7 +195,7 @@ MADE_OF_OTHERS = {  # operators without products, or whose products the profiler
 def sample_seconds(
     calls: Mapping[K, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
 ) -> dict[K, list[float]]:
-    """Returns `repeats` samples of each call's seconds. A round takes a sample of every call, in a new random order.
+    """Returns `repeats` samples of each call's seconds. Each round samples every call once, in a new random order.
 
     A disturbance of the machine therefore affects all calls alike. A sample is the mean over several calls in a row, which
     together take about `at_least` seconds.

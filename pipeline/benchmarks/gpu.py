@@ -1,8 +1,8 @@
-"""Measures a GPU for ten minutes with torch and Triton alone: `make gpu`, or `python pipeline/benchmarks/gpu.py [PART ...]`.
+"""Benchmarks a GPU in ten minutes with only torch and Triton: `make gpu`, or `python pipeline/benchmarks/gpu.py [PART ...]`.
 
-docs/benchmarks.md lists the parts. A part runs in a process of its own, writes a row as soon as it is measured, and stops at
-its deadline. Tables and output go to the folder gpu/, which is packed into gpu.tar.gz after each part. At the end the script
-prints the decisive numbers. Run the script by its path, because the package `pipeline` imports packages that may be missing.
+docs/benchmarks.md lists the parts. Each part runs in a separate process, writes each row as soon as it is measured, and
+stops at its deadline. Tables and output go to the folder gpu/, which is packed into gpu.tar.gz after each part. At the end
+the script prints the main results. Run it by its path, because the package `pipeline` imports packages that may be missing.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # the repository root replaces this folder
+sys.path[0] = str(ROOT)  # imports start from the repository root, not from this script's folder
 STARTED = time.perf_counter()
 
 import torch  # noqa: E402
@@ -44,7 +44,7 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-# ‖S‖₂; the median over the heads of a trained block is 0.2 to 1.6 in the paper's models, and ViT-B/16 starts training at 6
+# ‖S‖₂; in the paper's models, the median over the heads of a trained block is 0.2 to 1.6; ViT-B/16 begins with 6
 NORMS = (2.0, 6.0, 40.0)
 TINY_NORMS = NORMS[:2]  # Triton's interpreter takes long at a norm of 40
 Rows = Iterator[dict]
@@ -76,7 +76,7 @@ ERRORS = ("output", "query", "key", "value")  # columns with the relative errors
 
 
 def forms(tiny: bool) -> Rows:
-    """Measures each form of a kernel in its own process, several at a time, because a kernel may compile for a minute."""
+    """Measures each form of a kernel in a separate process. Several run at once: a kernel may compile for a minute."""
     chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
 
     def tried(index: int) -> list[dict]:
@@ -95,7 +95,7 @@ def forms(tiny: bool) -> Rows:
 def form(
     norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
 ) -> Rows:
-    """Measures a form of a kernel at each ‖S‖₂: seconds of the first use, and errors against float64 on the CPU."""
+    """Measures a form of a kernel at each ‖S‖₂: the seconds of its first use, and its errors against float64 on the CPU."""
     for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
@@ -131,7 +131,7 @@ def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
 def random_inputs(
     batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float
 ) -> tuple[list[Tensor], float]:
-    """Returns Gaussian query, key and value, and the scale c for which the first two heads have a maximum ‖S‖₂ of `norm`.
+    """Returns Gaussian query, key and value, and the scale c for which the largest ‖S‖₂ of the first two heads is `norm`.
 
     ‖S‖₂ is the spectral radius of c J MᵀM, for M = [Q, K].
     """
@@ -155,7 +155,7 @@ SHAPES = (  # batch, heads, tokens: ViT-B/16, and then long sequences
 
 
 def attention_calls(tiny: bool) -> Rows:
-    """Times attention calls of width 64 in bfloat16, and each launch of a kernel by itself."""
+    """Times attention calls with heads of width 64 in bfloat16, and each of their kernel launches separately."""
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
         for norm in TINY_NORMS if tiny else NORMS:
@@ -186,7 +186,7 @@ SPLIT = (  # batch, heads, tokens, width, type
 
 
 def split(tiny: bool) -> Rows:
-    """Times a call with its gradients by our kernels, by torch's products, and by torch's attention."""
+    """Times a call and its gradients with our kernels, with torch's matrix products, and with torch's own attention."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
         methods: tuple[Method, ...] = ("exact", "newton_schulz")
@@ -208,8 +208,8 @@ def by_cudnn(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
     """Copies x `count` times. Each copy reads one tensor and writes one tensor.
 
-    A forward pass reads or writes Q, K, V and the output, as 2 copies do. A backward pass reads or writes these tensors and
-    their gradients, as 4 copies do.
+    A forward pass reads or writes four tensors (Q, K, V and the output), as 2 copies do. A backward pass reads or writes
+    eight (these and their gradients), as 4 copies do.
     """
     return tuple(x.clone() for _ in range(count))
 
@@ -262,9 +262,10 @@ def again(start: Callable, given: tuple) -> tuple:
 
 
 def vit_b16(tiny: bool) -> Rows:
-    """Times a step of ViT-B/16 on 128 images, in bfloat16 by autocast. All models have skips and LN and differ in attention.
+    """Times a step of ViT-B/16 on 128 images, in bfloat16 with autocast. All models have skips and LN.
 
-    ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`, and 1.5 for α = 0.025, as in the paper's trained models.
+    The models differ only in attention. ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`. It is 1.5 for α = 0.025, a norm
+    that the paper's trained models reach.
     """
     small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
@@ -310,7 +311,7 @@ def step(tiny: bool) -> Rows:
 
 
 def identity(query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, mask: Tensor | None = None) -> Tensor:
-    """Returns the value, with zero gradients for query and key, in place of `SelfAttention.mix`."""
+    """Replaces `SelfAttention.mix`. Returns the value, with zero gradients for query and key."""
     return (value + 0 * query + 0 * key)[:, :, :num_outputs]
 
 
@@ -321,7 +322,7 @@ def step_of(model: torch.nn.Module, images: Tensor, *, autocast: bool = False) -
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Returns AdamW with a learning rate of 0, which keeps ‖S‖₂ and does not change the time of a step."""
+    """Returns AdamW with a learning rate of 0, which keeps ‖S‖₂ constant and does not change the time of a step."""
     return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True, capturable=DEVICE.type == "cuda")
 
 
@@ -338,7 +339,7 @@ def train_step(
 
 
 def whole_training(tiny: bool) -> Rows:
-    """Times the phases of a training of OSA (exact): ten epochs of 60,000 images, evaluated and saved 40 times."""
+    """Times the phases of training OSA (exact): ten epochs of 60,000 images, with 40 evaluations and 40 checkpoints."""
     count, tested, batch, epochs, points = (4, 2, 2, 1, 2) if tiny else (60000, 10000, 128, 10, 40)
     yield {"phase": "import", "times": 1, "seconds": time.perf_counter() - STARTED}
     clock = Stopwatch()
@@ -419,7 +420,7 @@ def profile(tiny: bool) -> Rows:
 
 
 def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
-    """Returns the median seconds of `work`, over 3 to 20 samples on a GPU, and from a single sample on a CPU."""
+    """Returns the seconds of `work`: the median of 3 to 20 samples on a GPU, or a single sample on a CPU."""
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
@@ -478,7 +479,7 @@ def main() -> None:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> None:
-    """Measures one form, or one part, in its own process."""
+    """Measures one form or one part. This is the work of a child process."""
     if chosen.form is not None:
         norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
         for row in form(norms, *found[chosen.form]):
@@ -490,7 +491,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> None:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Runs the kernels on the CPU, by Triton's interpreter, as in the tests."""
+    """Inside the context, the kernels run on the CPU, in Triton's interpreter, as in the tests."""
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
     from osa.kernels import operators
     from tests.osa.interpreter import quick
@@ -502,7 +503,7 @@ def interpreted() -> Iterator[None]:
 
 
 def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
-    """Runs a part in a process of its own, and returns the outcome. The process is killed if it has not stopped in time."""
+    """Runs a part in a separate process, and returns the outcome. The process is killed if it has not stopped in time."""
     if allowed < 5:
         return "out of time"
     options = ["--into", folder, "--until", time.time() + allowed - 2, *(["--rehearse"] if tiny else [])]
@@ -534,9 +535,9 @@ def write_rows(path: Path, rows: Rows, until: float) -> None:
 
 
 def first_look(folder: Path) -> Iterator[str]:
-    """Yields the decisive numbers: errors, then the times of a step with OSA and of a call."""
+    """Yields the main results as text: errors, then relative times of a training step and of attention calls."""
     forms_found = read_rows(folder / "forms.csv")
-    # Kernels return NaN where no digit would be correct. Such a row is no failure.
+    # Kernels return NaN where no digit would be correct. A row with NaN is therefore not a failure.
     kept = [row for row in forms_found if row["output"] != "nan"]
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
     yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"

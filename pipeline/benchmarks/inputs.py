@@ -1,4 +1,4 @@
-"""Draws inputs for counting and timing the attention of one head, and computes exp(S) V naively."""
+"""Draws inputs for timing one head's attention and counting its operations. Also computes exp(S) V naively."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 SEED = 0
 NORM = 2.0  # ‖S‖₂. For trained heads, the medians over a block are 0.2 to 1.6, and the maximum over all blocks is 4.3.
-DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY, since few directions carry S in trained heads
+DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY, because a few directions dominate S in trained heads
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Query, key and value of one head, (1, 1, N, d), and the scale with which S has a given norm."""
+    """Query, key and value of one head, each (1, 1, N, d), and the scale for which ‖S‖₂ is a given norm."""
 
     query: Tensor
     key: Tensor
@@ -35,5 +35,5 @@ def skew(scale: float, query: Tensor, key: Tensor) -> Tensor:
 
 
 def exponential_dense(scale: float, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns exp(S) V (Eq. 5) by the N×N exponential, the naive method of Section 2.1."""
+    """Returns exp(S) V (Eq. 5), computed from the N×N matrix exponential, the naive method of Section 2.1."""
     return torch.linalg.matrix_exp(skew(scale, query, key)) @ value

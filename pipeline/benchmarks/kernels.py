@@ -1,15 +1,15 @@
-"""Resources of the kernels in osa/kernels: `python -m pipeline benchmarks.kernels`. It needs Triton but no GPU.
+"""Lists the resources of each kernel in osa/kernels: `python -m pipeline benchmarks.kernels`. Needs Triton but no GPU.
 
-The script compiles each kernel for each architecture, and writes a row with these columns to
-paper_outputs/benchmarks/kernels.csv. It compiles a kernel again only if the compiler's input has changed, and warns if the
-kernel then takes more resources.
+The script compiles each kernel for each architecture, and writes a row to paper_outputs/benchmarks/kernels.csv. It compiles
+a kernel again only if the compiler's input has changed, and warns if the kernel then takes more resources. Its columns
+include:
 
 registers            number of registers per thread
 spilled_bytes        number of bytes that a thread spills, the sum of stores and loads
 shared_bytes         bytes of shared memory per program
 programs_by_memory   number of programs that fit on a multiprocessor if only shared memory limits them
 programs             number of programs that fit on a multiprocessor
-warnings             the compiler's performance warnings; C7510 says that a thread waits for each product
+warnings             the compiler's performance warnings; C7510 means that asynchronous products are serialised
 hgmma                number of HGMMA instructions, Hopper's asynchronous products on tensor cores
 waits                number of instructions that wait for these products
 source               digest of the compiler's input
@@ -143,7 +143,7 @@ def code(kernel) -> dict[str, str]:
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
     """Lists the launches of a forward and a backward pass, for heads of one width.
 
-    Kernels for long sequences get `MANY` tokens, and kernels for short sequences as many as they take.
+    Kernels for long sequences get `MANY` tokens. Kernels for short sequences get the most tokens that they accept.
     """
     found: list[Launch] = []
     form, _, method = method.rpartition(" ")
@@ -170,7 +170,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A launch in both passes counts once.
+    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A kernel that both passes launch counts once.
     if form == "parts":
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
@@ -213,7 +213,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Returns whether a kernel takes more resources by its new row than by its old row, `than`."""
+    """Returns whether a kernel takes more resources according to its new row than according to its old row, `than`."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

@@ -19,7 +19,7 @@ def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
     """Returns FAVOR+ attention, an estimate of softmax attention at scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
 
     φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x and Ω = `projection`, (m, d). To avoid overflow we divide the features of
-    each query, and those of all keys of a head, by their maximum. These factors cancel.
+    each query by their maximum, and the features of a head's keys by the maximum over all these keys. The factors cancel.
     """
     exponents = []
     for x in (query, key):
@@ -40,7 +40,7 @@ def orthogonal_projection(width: int, count: int | None = None) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randn(math.ceil(count / width), width, width, generator=generator)
     q, r = torch.linalg.qr(blocks)
-    # with a positive diagonal of r, whose signs LAPACK chooses, q is uniformly distributed
+    # LAPACK chooses the signs of r's diagonal; q is uniformly distributed once they are made positive
     q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
     directions = q.mT.flatten(0, 1)[:count]
     return directions * torch.randn(count, width, generator=generator).norm(dim=-1, keepdim=True)

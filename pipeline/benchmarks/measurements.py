@@ -1,4 +1,4 @@
-"""Writes and reads measurements of a machine, in the machine's folder of paper_outputs/benchmarks."""
+"""Writes and reads the measurements made on a machine, in the machine's folder under paper_outputs/benchmarks."""
 
 import argparse
 import re
@@ -19,14 +19,14 @@ BENCHMARKS = Path("paper_outputs/benchmarks")
 OURS, EAGER, COMPILED, THEIRS = "ours", "ours, eager", "ours, compiled", "straightforward"
 INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
-SDPA, BEST = "sdpa", "best SDPA"  # softmax attention by torch's choice of a backend, and by the fastest
+SDPA, BEST = "sdpa", "best SDPA"  # softmax attention with the backend that torch chooses, and with the fastest one
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
 # size of square matrices → number of samples. A small product often ends before the system interrupts the process.
 PEAK_SIZES = {256: 50, 512: 20, 2048: 3}
 
 
 def parser(script: str, about: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options of all scripts. Its help shows the first paragraph of `about`."""
+    """Returns a parser with the options that all scripts share. Its help shows the first paragraph of `about`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m pipeline benchmarks.{script}",
         description=(about or "").split("\n\n")[0],
@@ -42,15 +42,15 @@ def slug(environment: dict) -> str:
 
 
 def quantiles(seconds: list[float] | NDArray) -> dict[str, float]:
-    """Returns the median and the 10 % and 90 % quantiles of samples, by the names of their columns."""
+    """Returns the median and the 10 % and 90 % quantiles of samples, with their column names as keys."""
     return dict(zip(QUANTILES, np.quantile(seconds, list(QUANTILES.values())).tolist(), strict=True))
 
 
 def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Returns the floating-point operations per second of the fastest matrix product up to 2048×2048, in float32 or `dtype`.
 
-    TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. The wall clock measures
-    the time, because the peak serves to check `seconds` in benchmarks/cost.py.
+    TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. We measure the
+    time with the wall clock, because the peak serves to check the clock of `seconds` in benchmarks/cost.py.
     """
     # several products in a row on CUDA, where reading a result takes long
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30

@@ -1,4 +1,4 @@
-"""Times an orthogonal linear layer, built and applied, against a dense one: `python -m pipeline benchmarks.orthogonal`.
+"""Times building and applying an orthogonal linear layer, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
 rotations), and the steps of pipeline/benchmarks/post.py. At each size all layers take turns in rounds of shuffled order, and
@@ -39,7 +39,7 @@ TOKENS = (1, 128, TRAINING_TOKENS)
 STD = 0.01  # standard deviation of the parameters, as in the post
 SAMPLE_SECONDS = 0.02  # minimum duration of a sample; a shorter call is repeated
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
-POWER = 2.5  # a time is predicted to grow as n^POWER: it grows as n² with many tokens, and as n³ with few tokens
+POWER = 2.5  # we predict that a time grows as n^POWER: it grows as n² for many tokens, and as n³ for few tokens
 LARGEST_GIVENS = 128  # maximum n for the post's Givens rotations, since autograd stores n(n − 1)/2 results
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]  # columns that identify a row
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
     """Returns the layers of width n by map and code.
 
-    Our layers and torch's are initialised with the same weight. A small random X is then added to their parameters.
+    Our layers and torch's are initialised with the same weight. Small random numbers are then added to their parameters.
     """
     generator, free = torch.Generator().manual_seed(SEED), n * (n - 1) // 2
     angles = (STD * torch.randn(free, generator=generator)).to(device)
@@ -142,7 +142,7 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
 
 
 def describe(layer: Layer, n: int) -> dict[str, float]:
-    """Returns the size of a layer's parameters, and ‖WᵀW − I‖₂ of the matrix that the layer applies in float32."""
+    """Returns the sizes of a layer, and ‖WᵀW − I‖₂ of the matrix W that the layer applies in float32."""
     w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
     error = orthogonality_error(w).item()
     return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}

@@ -1,7 +1,7 @@
-"""The layers of the post *Orthogonal Linear Layers in PyTorch*, written from its formulas and with its steps.
+"""The layers of the post *Orthogonal Linear Layers in PyTorch*, implemented from its formulas, step by step.
 
-Part of the post's own code does not run: see docs/errata.md. A layer maps x (tokens, n) and its parameters to x W. The
-parameters of `householder` are m vectors. Any other layer has n(n − 1)/2 angles, one for each plane of `planes`.
+Part of the post's code does not run: docs/errata.md lists the errors. A layer maps x (tokens, n) and its parameters to x W.
+The parameters of `householder` are m vectors. Every other layer has n(n − 1)/2 angles, one for each plane of `planes`.
 """
 
 import torch
@@ -29,14 +29,14 @@ def cayley(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def householder(x: Tensor, vectors: Tensor) -> Tensor:
-    """Returns x H₁ ⋯ H_m, where H = I − 2 vvᵀ/‖v‖² is the reflection of each vector v."""
+    """Returns x H₁ ⋯ H_m, where Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² is the reflection for the i-th vector."""
     for v in vectors / vectors.norm(dim=1, keepdim=True):
         x = x - 2 * torch.einsum("...,d->...d", torch.einsum("...d,d->...", x, v), v)
     return x
 
 
 def planes(n: int) -> Tensor:
-    """Returns i and j of every pair i < j, ordered by i and then j, (2, n(n − 1)/2)."""
+    """Returns all pairs i < j, ordered by i and then by j, as the columns of a tensor (2, n(n − 1)/2)."""
     return torch.triu_indices(n, n, 1)
 
 

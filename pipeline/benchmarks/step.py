@@ -1,10 +1,10 @@
-"""Times a training step of each model of the paper and of the straightforward script: `python -m pipeline benchmarks.step`.
+"""Times a training step of each model, in our code and in a straightforward script: `python -m pipeline benchmarks.step`.
 
-Our code is the step of `pipeline.training`, on CUDA with its graph and without. The script is `benchmarks.straightforward`
-with a DataLoader over torchvision's MNIST, in torch's default settings, and reads the loss after each step. Our code and the
-script take their steps in one process, in rounds of shuffled order, from the same initial weights, and from trained weights
-if there are any. The rounds also time a large matrix product, which shows the speed of the machine. The results go to
-step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
+Our code is the step of `pipeline.training`. On CUDA it is timed with a CUDA graph and without one. The script trains
+`benchmarks.straightforward` with a DataLoader over torchvision's MNIST and torch's default settings. It reads the loss after
+each step. Our code and the script take their steps in one process, in rounds of shuffled order, from the same initial
+weights and, if there are any, from the same trained weights. The rounds also time a large matrix product, which shows the
+speed of the machine. The results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -35,7 +35,7 @@ from pipeline.training.loop import Training, configure_torch
 from pipeline.training.run import Run
 
 SEED = 5  # git keeps the weights of this seed
-SAMPLE_SECONDS = 0.5  # minimum duration of a sample, which repeats its step
+SAMPLE_SECONDS = 0.5  # minimum duration of a sample; a shorter step is repeated
 EXACT = "osa_exact"  # our model, which the paper does not have
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]  # columns that identify a row
@@ -117,7 +117,7 @@ def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[K
 def training_from(
     variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.DataSet], device: torch.device
 ) -> Training:
-    """Returns a training with its initial or its trained weights. `loaded` caches the data by pixel scaling."""
+    """Returns a `Training` with initial or trained weights. `loaded` caches the data by pixel scaling."""
     training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
     if weights == TRAINED:
@@ -193,10 +193,10 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """Returns ratios of seconds for each kind of weights. A ratio needs the times of all its models.
+    """Returns ratios of seconds for each kind of weights. A ratio is left out unless all its models were timed.
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
-    straightforward_over_ours   time of the script, divided by the time of our code: of each model, and summed over groups
+    straightforward_over_ours   time of the script, divided by the time of our code, for each model and for sums over groups
     eager_over_ours             time of our eager step, divided by the time of our graph; only on a device with graphs
     """
     paper, result = list(params.load_paper().table_2), {}

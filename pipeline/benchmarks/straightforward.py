@@ -1,4 +1,4 @@
-"""The models as one would first write them: torchvision's ViT, and the paper's formulas with the library calls named there.
+"""The models written in the obvious way: torchvision's ViT, and the paper's formulas with the library calls that it names.
 
 The formulas are neither optimised nor slowed down: they call torch.linalg.qr and torch.linalg.matrix_exp, and apply Eq. 9 to
 the N×2d_v matrix. With the weights from `load_weights`, a model computes the same function as ours.
@@ -39,9 +39,10 @@ RENAMED = {  # part of a parameter's name in `osa.VisionTransformer` → the sam
 def orthogonal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | Tensor, num_iterations: int | None = None
 ) -> Tensor:
-    """Returns V + B (exp[S] − I) BᵀV, (..., N, d_v), with [S] = BᵀSB (Eq. 5–7), for a basis B of the columns of M = [Q, K].
+    """Returns V + B (exp[S] − I) BᵀV, where [S] = BᵀSB (Eq. 5–7). The shape is (..., N, d_v).
 
-    B comes from the reduced QR decomposition of M, or from `num_iterations` Newton–Schulz iterations (Eq. 9).
+    B is a basis of the columns of M = [Q, K]. It comes from M's reduced QR decomposition, or from `num_iterations`
+    Newton–Schulz iterations (Eq. 9).
     """
     m = torch.cat([query, key], dim=-1)  # (..., N, 2 d_v)
     if num_iterations is None:

@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Colour-blind readers can distinguish these colours: seven from Okabe and Ito (2008), with INK for black, and four from Tol
-# (2021).
+# Colour-blind readers can distinguish these colours: seven from Okabe and Ito (2008), with INK in place of their black, and
+# four from Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
 # A colour in a figure → a CSS value that follows the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # on the dark page; gives a contrast ratio of 4, and WCAG 2.2 (1.4.11) requires 3
+LEAST_LUMINANCE = 0.2  # lowest luminance on the dark page; gives a contrast ratio of 4, while WCAG 2.2 (1.4.11) requires 3
 # The models of osa.MODELS. The position of a model here determines its look.
 FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")

@@ -145,14 +145,14 @@ class Data(Section):
 
     @property
     def images(self) -> ImageFormat:
-        """The format of the images. Raises UserError if the user's images are not fetched yet."""
+        """The format of the images. Raises UserError if the user's images have not been fetched yet."""
         if self.source != USER_FOLDER:
             return PUBLISHED[self.source]
         stored = self.description()
         return ImageFormat(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """Returns the description of the user's images. Raises UserError if the description is absent or of other images."""
+        """Returns the description of the user's images. Raises UserError if it is absent or describes other images."""
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
@@ -178,9 +178,9 @@ def options(
     """Creates a section of params.yaml from a dataclass of options, such as `osa.options.Sizes`.
 
     Args:
-        absent: options that the section does not have.
+        absent: options to leave out of the section.
         optional: options that the user may omit. None stands for all options with a default.
-        limits: further bounds of an option, as keyword arguments of `Field`.
+        limits: further bounds for an option, as a dictionary of keyword arguments for `Field`.
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns the configuration of a model of osa.MODELS with a reading's recipe. Only the images come from params.yaml.
+    """Returns the configuration of a model in osa.MODELS with a reading's recipe. Only the images come from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

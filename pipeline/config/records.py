@@ -54,7 +54,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The provenance of a run. `folder` does not hold the weights."""
+    """The provenance of a run, whose weights lie outside `folder`."""
 
     run_key: str
     study: str
@@ -93,15 +93,15 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements. `made_by` holds the keys besides the folder and its digests."""
+    """Writes the record of a folder of measurements. `made_by` holds the other keys of the record."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 
 def read_record(folder: Path, schema: type[Kind], command: str) -> Kind:
-    """Reads the record of a folder and verifies the folder's files. Errors suggest `command`, which makes the files again.
+    """Reads the record of a folder and verifies the folder's files. Errors suggest `command`, which recreates the files.
 
     Raises:
-        UserError: the record is missing, damaged or of another folder, or a file does not match its digest.
+        UserError: the record is missing or damaged, or belongs to another folder, or a file does not match its digest.
     """
     path = folder / RECORD
     remedy = f"`git checkout {shlex.quote(str(folder))}`, or make it again with `{command}`"

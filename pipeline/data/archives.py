@@ -1,4 +1,4 @@
-"""Lists and reads the files of a folder, or of a tar or zip archive without unpacking it."""
+"""Lists and reads the files of a folder or of a tar or zip archive. It does not unpack archives to disk."""
 
 import stat
 import tarfile
@@ -78,7 +78,7 @@ def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """Returns the last entry of each name, in the order of the archive, which is the fastest to read."""
+    """Returns the last entry with each name, in the order of the archive, because reading in this order is fastest."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file

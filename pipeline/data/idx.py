@@ -1,8 +1,8 @@
 """Loads a data set: checks the four files that the fetch stage wrote, and puts their bytes on the device.
 
 Published data sets are gzipped IDX files (LeCun, Cortes and Burges, "The MNIST database of handwritten digits"). Such a file
-has big-endian 32-bit words with the magic number 0x0800 + (number of dimensions) and each dimension, and then the array as
-unsigned bytes in C order. The user's images are memory-mapped NumPy files.
+begins with big-endian 32-bit words: the magic number 0x0800 + (number of dimensions), and the size of each dimension. The
+array follows, as unsigned bytes in C order. The user's images are memory-mapped NumPy files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LABEL_TYPES = (np.dtype(np.uint8), np.dtype("<u2"))
 class Images:
     """Images on a device: `pixels` (n, C, H, W) uint8, and `levels` (256,) float32, the scaled value of each pixel level.
 
-    Indexing, slicing and `split` return scaled images, float32. Scaled images would take four times the memory if stored.
+    Indexing, slicing and `split` return scaled images in float32. Storing scaled images would take four times the memory.
     """
 
     pixels: torch.Tensor
@@ -105,7 +105,7 @@ def folder(source: str) -> Path:
 def read_data(folder: str | Path, pixel_scaling: str = "unit", device: str | torch.device = "cpu") -> DataSet:
     """Reads the data set in `folder` and returns its tensors on `device`.
 
-    `pixel_scaling` maps each level x of 0…255 to a value:
+    `pixel_scaling` maps each pixel level x from 0 to 255 to a value:
 
         "unit"       x / 255
         "half"       2 x / 255 - 1
@@ -143,7 +143,7 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
     """The SHA-256 of train images, train labels, test images and test labels, one after another.
 
-    `num_own_classes` is the number of classes of the user's images, if their description is not written yet.
+    `num_own_classes` is the number of classes of the user's images. It is needed if their description is not yet written.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
@@ -248,7 +248,7 @@ def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
 
 
 def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Reads a gzipped IDX file as uint8. Raises UserError if the file is unusable, or `ndim` is not in `dimensions`."""
+    """Reads a gzipped IDX file as uint8. Raises UserError if it is unusable or its number of axes is not in `dimensions`."""
     try:
         content = gzip.decompress(path.read_bytes())
     except FileNotFoundError:
@@ -269,7 +269,7 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
 
 
 def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
-    """Memory-maps a file of pixels or labels. Raises UserError if the file is unusable, or `ndim` is not in `dimensions`."""
+    """Memory-maps pixels or labels. Raises UserError if they are unusable or their number of axes is not in `dimensions`."""
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
     except FileNotFoundError:

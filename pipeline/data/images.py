@@ -29,7 +29,7 @@ SPLITS = {"train": "train", "test": "t10k"}  # name of the user's folder → nam
 # Some programs that unpack a Windows zip create files with names such as train\cat\1.png instead of folders.
 WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)
 MAX_CLASSES = 1000
-LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # bytes of the file of an image, and of the pixels of all images
+LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # maximum bytes of an image file, and of all images' pixels
 # One of these follows the first four bytes of a HEIC file (ISO/IEC 23008-12).
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
@@ -100,7 +100,7 @@ def store_split(
 
 
 def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter[int]]:
-    """Decodes the images under train/ and test/, and writes the pixels to `spool`, since all pixels may exceed the memory.
+    """Decodes the images under train/ and test/, and writes the pixels to `spool`, since they may not fit in memory.
 
     Returns:
         The decoded images, and the number of images of each original size.
@@ -215,7 +215,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
 
 
 def in_turns(places: list[ImagePath]) -> list[ImagePath]:
-    """Sorts images by turns: the first of every class, then the second of every class, so that every part is balanced."""
+    """Lets the classes take turns: the first image of every class, then the second, and so on. So every part is balanced."""
     counts: Counter[str] = Counter()
     ranked = []
     for place in sorted(places):

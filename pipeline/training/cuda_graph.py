@@ -11,7 +11,7 @@ Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
 
 class GraphedStep:
-    """Replays `step(images, labels)` for batches of one size. A call overwrites the outputs of the last call.
+    """Replays `step(images, labels)` for batches of one size. Each call overwrites the outputs of the previous call.
 
     The constructor records the step, compares a replay with the step itself, and restores the model and the optimisers.
 

@@ -30,8 +30,8 @@ EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 def configure_torch() -> None:
     """Makes a seed give the same bits in every run on one machine, and gives large CPU tensors huge pages, which save time.
 
-    Call this function before any other of torch: torch reads THP_MEM_ALLOC_ENABLE at the first allocation of memory. Set
-    this variable to 0 to do without huge pages.
+    Call this function before any torch function, because torch reads THP_MEM_ALLOC_ENABLE when it first allocates memory.
+    Set this variable to 0 to do without huge pages.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -43,7 +43,7 @@ def configure_torch() -> None:
 
 
 def random_stream(seed: int, name: str) -> Generator:
-    """Returns a random generator for a purpose. Generators for different purposes are independent."""
+    """Returns a random generator for the purpose `name`. Generators for different purposes are independent."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -74,13 +74,13 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
     """Creates AdamW. If `train.optimizer` is "muon", also creates Muon, which takes the weight matrices of the blocks.
 
-    The two optimisers share a learning rate and a weight decay, since the root mean square of Muon's update is scaled to
-    AdamW's (Liu et al. 2025, "Muon is scalable for LLM training", Section 2.2).
+    The two optimisers share a learning rate and a weight decay, since Muon's update is scaled to the root mean square
+    of AdamW's update (Liu et al. 2025, "Muon is scalable for LLM training", Section 2.2).
     """
     train = config.train
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
-        if ".parametrizations." in name:  # decay would pull an orthogonal weight to its initial value
+        if ".parametrizations." in name:  # decay would pull an orthogonal weight towards its initial value
             return False
         return train.decay_all or parameter.ndim == 2
 
@@ -215,7 +215,7 @@ class Training:
 
     def _run_epoch(self, observer: Observer) -> None:
         progress, total = self.progress, _Total(self.device)
-        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch that an interrupted process took
+        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch taken by an interrupted process
         for i, (images, labels) in enumerate(self.batches(progress.epoch, done), done + 1):
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
@@ -313,7 +313,7 @@ class Batches:
         self.points = {math.ceil(self.steps * k / train.points_per_epoch) for k in range(1, train.points_per_epoch + 1)}
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """Returns the order of the images, which depends only on seed and epoch: a checkpoint needs no generator."""
+        """Returns the order of the images. It depends only on seed and epoch, so a checkpoint need not store it."""
         return torch.randperm(self.num_images, generator=random_stream(seed, f"order/{epoch}"))
 
 

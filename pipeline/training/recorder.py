@@ -83,7 +83,7 @@ class Times:
 
 
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """Returns a digest of all that determines the bits of a training. Only a checkpoint with this key is resumed."""
+    """Returns a digest of everything that determines the bits of a training. Only a checkpoint with this key is resumed."""
     machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
     return files.json_digest([config, seed, data_sha256, NUMERICS, *machine])
 

@@ -1,12 +1,12 @@
 """Names and reads the files of a run.
 
     paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json, and watched.csv if the study
-                                                  watches its models; git tracks them
+                                                  watches its models; git tracks these files
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
-STUDY is table_2, the name of a study, or tries: the user's experiments, which git does not track. Every reader of a run
-first calls `Run.record`, which verifies the files.
+STUDY is "table_2", the name of a study, or "tries" for the user's experiments, which git does not track. Every reader of a
+run first calls `Run.record`, which verifies the files.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
-# Older values of osa.NUMERICS whose runs remain valid: value 2 changed only the last digits of the method "exact", and the
-# method "newton_schulz" at norms that only a failing initialisation reaches.
+# Older values of osa.NUMERICS whose runs remain valid. From 1 to 2, only the last digits of the method "exact" changed, and
+# the results of "newton_schulz" at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
@@ -111,7 +111,7 @@ class Run:
     def record(self) -> RunRecord | None:
         """Reads the run's record and verifies the files of the run. Returns None if no training of the run has ended.
 
-        The file of the weights may be absent, as in a clone.
+        The weights file may be absent, because git keeps only the weights of Table 2's runs.
 
         Raises:
             UserError: the record is damaged or belongs to another run, or a file does not match its digest.

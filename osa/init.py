@@ -331,6 +331,6 @@ def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # even there, a draw would import torch's compiler
+    if tensor.is_meta:  # has no values to draw, and drawing would import torch's compiler
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

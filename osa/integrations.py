@@ -187,7 +187,7 @@ def _mark(config: Any, settings: dict[str, Any]) -> None:
 
 
 def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    """Wraps `to_dict` of transformers' configurations, so that the dictionary names the model's present attention."""
+    """Wraps `to_dict` of a transformers configuration. The dictionary then names the model's current attention."""
 
     @functools.wraps(to_dict)
     def wrapped(config: Any) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def is_captured(x: Tensor) -> bool:
 
 
 def is_recorded(*inputs: Tensor) -> bool:
-    """True if autograd records operations on the inputs, outside traces and function transforms."""
+    """True if autograd records operations on the inputs. Always False in traces and function transforms."""
     return is_eager() and torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 

@@ -215,7 +215,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
 
 
 def in_turns(places: list[ImagePath]) -> list[ImagePath]:
-    """Lets the classes take turns: the first image of every class, then the second, and so on. So every part is balanced."""
+    """Sorts images so that classes take turns. Every stretch of the result then holds the classes in equal shares."""
     counts: Counter[str] = Counter()
     ranked = []
     for place in sorted(places):

@@ -96,7 +96,7 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
     models   number of models
     inside   number of models whose accuracy in the paper lies inside our prediction interval
     below    number of models whose mean accuracy here lies below the paper's
-    p        two-sided p-value (Stouffer's method) of the hypothesis that each accuracy in the paper comes from one more run
+    p        two-sided p-value (Stouffer's method) of the hypothesis that each paper accuracy is that of one more run of ours
     widest   width of the widest prediction interval
     """
     judged = [row for row in rows if row["is_within"] is not None]

@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """The word for claims that the paper does not make: confirmed, not confirmed, undecided or not trained."""
+        """How we word the verdict on a claim of our own: confirmed, not confirmed, undecided or not trained."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 

@@ -35,7 +35,7 @@ class Study:
         measure: (settings, lab) → tables of costly measurements. `python -m pipeline study NAME` writes them as CSV.
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that the study's template shows.
         figures: maps the name of each figure to the function of (settings, tables, lab) that draws the figure.
-        trainings: (settings, lab) → requests of runs, which `python -m pipeline fan_out` trains.
+        trainings: (settings, lab) → requests for runs; `python -m pipeline fan_out` trains them.
         read: (settings, lab) → tables of the runs in `trainings`, read from the runs' folders.
         watch: (training) → rows of numbers, which a run writes to watched.csv at every point of its curves.
     """

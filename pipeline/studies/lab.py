@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class Lab:
-    """The lab of one study.
+    """Gives a study its models and runs.
 
-    Models and trainings follow a reading in pipeline/paper.yaml. From params.yaml they take only the choice of images.
+    They follow one reading of the paper, from pipeline/paper.yaml. From params.yaml they take only the choice of images.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
@@ -80,7 +80,7 @@ class Lab:
         return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
-        """Returns this study's run of a variant with these overrides and this seed. The run need not be trained."""
+        """Returns this study's run of a variant with these overrides and this seed. It may not be trained yet."""
         return Run(variant, seed, self.study, overrides or {})
 
     @functools.cached_property

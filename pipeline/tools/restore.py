@@ -152,7 +152,7 @@ def tell_of_interrupted() -> None:
 
 
 def refuse_hidden(outputs: list[str]) -> None:
-    """Raises UserError if flags in git's index hide changes to outputs from `changed_paths`.
+    """Raises UserError if flags in git's index keep `changed_paths` from seeing changed outputs.
 
     A sparse checkout sets the flag skip-worktree too, but only for absent files, which raise no error.
     """

@@ -88,7 +88,7 @@ class Experiment:
         return self.client.create_run(self.id, start, tags, self._title(tags))
 
     def _title(self, tags: dict[str, str]) -> str:
-        """Returns the title of a run: "OSA (QR), seed 0", "ViT, init.head=zeros" or, for the study depth, "ViT, depth"."""
+        """Returns the title of a run: "OSA (QR), seed 0", "ViT, init.head=zeros" or, in the study `depth`, "ViT, depth"."""
         variant, study = tags["variant"], tags["study"]
         label = self.params.label(variant) if self.params else variant
         replaced = re.split(r"\+(?=[a-z])", tags["name"].removeprefix(variant))[1:]

@@ -1,7 +1,8 @@
 """Section 4 initialises the weights of OSA as orthogonal matrices. Should training keep them orthogonal?
 
-Some trainings keep the weights orthogonal, with steps along the Stiefel manifold or with a parametrisation. Some add a
-penalty instead. Others draw W^V and W^O for all heads together. In some ViTs the key and value matrices stay rotations.
+Some runs keep the weights orthogonal, with steps along the Stiefel manifold or with a parametrisation. Some add a penalty
+instead. Others initialise W^V and W^O as one orthogonal matrix for all heads. In some ViTs the key and value matrices stay
+rotations.
 """
 
 import math

@@ -63,7 +63,7 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
 
 
 def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the change of each choice with its interval."""
+    """Draws the change in accuracy that each choice causes, with its confidence interval."""
     rows = [row for row in changes(settings, tables, lab) if row["ours"].n]
     if not rows:
         return None

@@ -114,6 +114,7 @@ def test_empty_inputs_are_taken_by_compiled_routes(method):
         torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_single_token_is_taken_by_the_compiled_operator():
     """The gradients of query and key are two parts of one tensor, contiguous both here."""
     inputs = [torch.randn(1, 1, 1, 4, requires_grad=True) for _ in range(3)]

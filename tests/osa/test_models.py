@@ -171,6 +171,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_creating_a_model_imports_no_compiler():
     assert subprocess.check_output([sys.executable, "-c", IMPORTED], cwd=ROOT, text=True) == "False\n"
 

@@ -58,6 +58,7 @@ def test_a_kernel_changes_with_the_functions_and_constants_that_it_uses(name, ot
     assert before != kernels.code.__wrapped__(fused.forward_kernel)
 
 
+@pytest.mark.slow
 def test_what_changed_is_compiled_and_a_warning_names_what_takes_more(rows, tmp_path, monkeypatch, capsys):
     chosen = [case for case in kernels.cases() if case[0][0] == "phi1"]
     same, changed = chosen[:-1], chosen[-1][0]

@@ -339,6 +339,7 @@ def test_a_figure_is_drawn_again_where_its_code_its_libraries_or_a_result_has_ch
         assert write() == write() and len(drawn) == number
 
 
+@pytest.mark.slow
 def test_a_figure_does_not_depend_on_the_users_matplotlibrc(monkeypatch):
     monkeypatch.chdir(ROOT)
     histories, parameters = files.read_csv(Path("paper_outputs/tables/histories.csv")), params.load()

@@ -1,4 +1,4 @@
-"""Trains runs on the nodes of a Ray cluster. Each node receives and unpacks one archive of the code and the data."""
+"""Executes training runs on the nodes of a Ray cluster. Each node unpacks an archive of the code and the data."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pipeline.tools.jobs import Job, as_completed, command, execute
 from pipeline.training.run import Run
 
 SHIPPED = ("osa", "pipeline", "params.yaml", "dvc.yaml")  # paths in the archive, which also holds the data
-RETRIES = 3  # maximum number of restarts of a training whose node has died
+RETRIES = 3  # how many times Ray restarts a run whose node has died
 OF_DEAD_NODES = "Raylet is terminated|node it was running on is dead|has been marked dead"  # regex for Ray's messages
 
 
 def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Generator[list[Run]]:
-    """Trains runs on a Ray cluster. At least every `seconds` seconds, yields the runs that have ended since the last yield.
+    """Executes runs on a cluster. At least every `seconds` seconds, yields the runs that have ended since the last yield.
 
     Raises:
-        UserError: Ray is not installed, there is no cluster at the address, or a training failed.
+        UserError: Ray is not installed, there is no cluster at the address, or a run failed.
     """
     ray = import_ray()
     try:
@@ -48,7 +48,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            # Memory-mapped, since the data may exceed the memory. The view is a plain array, which Ray does not copy.
+            # The archive may exceed the memory, so it is memory-mapped. Pickling would copy a memmap, but not a plain array.
             pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 
@@ -65,7 +65,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
 
 
 def needs(resources: dict[str, float], per_gpu: int) -> dict[str, float]:
-    """Returns the resources that a training needs on a cluster: a core and, if there are GPUs, 1 / `per_gpu` of a GPU."""
+    """Returns the resources that each run needs: one core and, if the cluster has GPUs, 1 / `per_gpu` of a GPU."""
     return {"num_cpus": 1, "num_gpus": 1 / per_gpu if resources.get("GPU") else 0}
 
 
@@ -81,7 +81,7 @@ def import_ray() -> ModuleType:
 
 
 def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
-    """Warns of each dead node, and adds the node's id to `known`, so that the next call does not warn again."""
+    """Warns of each dead node whose id is not in `known`. Adds the id, so that the next call does not warn again."""
     for node in nodes:
         if not node["Alive"] and node["NodeID"] not in known:
             known.add(node["NodeID"])
@@ -90,7 +90,7 @@ def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
 
 
 def files_of(run: Run) -> list[Path]:
-    """Returns the files that a training may write, the record last."""
+    """Returns the paths of the files that a run may write. The record comes last."""
     return [*run.files.values(), run.folder / RECORD]
 
 
@@ -108,7 +108,7 @@ def receive(run: Run, contents: dict[Path, bytes]) -> None:
 
 def ship(sources: set[str], path: Path) -> str:
     """Writes code, parameters and data to an archive. Returns the SHA-256 of the archive."""
-    with zipfile.ZipFile(path, "w") as archive:  # not compressed, as most data already are
+    with zipfile.ZipFile(path, "w") as archive:  # uncompressed, since most data files are already compressed
         for root in (*map(Path, SHIPPED), *map(idx.folder, sorted(sources))):
             for file in (root, *sorted(root.rglob("*"))):
                 if file.is_file() and "__pycache__" not in file.parts:
@@ -117,7 +117,7 @@ def ship(sources: set[str], path: Path) -> str:
 
 
 def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths: list[Path]) -> dict[Path, bytes]:
-    """Trains a run on this node, in a temporary folder. Returns the contents of the existing files among `paths`."""
+    """Executes a run on this node, in a temporary folder. Returns the contents of those files in `paths` that exist."""
     shipped = unpacked(pages, digest)
     with tempfile.TemporaryDirectory() as folder:
         for each in shipped.iterdir():
@@ -127,7 +127,7 @@ def execute_shipped(pages: np.ndarray, digest: str, arguments: list[str], paths:
 
 
 def unpacked(pages: np.ndarray, digest: str) -> Path:
-    """Returns the folder of the unpacked archive on this node. The first training on the node unpacks the archive."""
+    """Returns the folder of the unpacked archive on this node. The first run on the node unpacks the archive."""
     folder = Path(tempfile.gettempdir(), f"osa-{digest}")
     with FileLock(f"{folder}.lock"):
         if not folder.exists():

@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline.tools import install, locks
 
 LEAST_DISK = 2e9  # bytes that data, weights and DVC's copies take
-Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and True if a problem stops `make reproduce`
+Line = tuple[str, str, str, bool]  # subject, state, remedy ("" if all is well), and whether a problem stops `make reproduce`
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Trains all missing or stale runs, several at once: `python -m pipeline fan_out`.
+"""Trains the missing or stale runs of Table 2 or a study, several at once: `python -m pipeline fan_out`.
 
-Each run trains in a separate process: on this machine, with one thread or a share of a GPU, or on a node of a Ray cluster.
+Each run is a separate process with one thread or a share of a GPU, on this machine or on a node of a Ray cluster.
 fan_out registers runs with DVC and MLflow as they end. After an interruption, the same command resumes each run at the last
-point of its curves. On a cluster, an interrupted run starts again at step 0.
+saved point of its learning curves. On a cluster, an interrupted run starts again at step 0.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from pipeline.tools.jobs import (
 )
 from pipeline.training.run import TABLE_2, Run, matches
 
-SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds between updates of the progress, on a terminal and in a log
+SHOWN_EVERY, LOGGED_EVERY = 2, 60  # seconds between progress updates, on a terminal and in a log
 BAR = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
 
 
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the options that all commands for training several runs share. Returns the parser."""
+    """Adds the options shared by all commands that train several runs. Returns the parser."""
     parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
     per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
     parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
@@ -98,7 +98,7 @@ def positive(text: str) -> int:
 
 @contextlib.contextmanager
 def single_instance(lock: Path) -> Iterator[None]:
-    """Holds a lock file. From now on, SIGTERM and SIGHUP interrupt this process as Ctrl-C does.
+    """Holds a lock file during a `with` block. Also makes SIGTERM and SIGHUP interrupt this process as Ctrl-C does.
 
     Raises:
         UserError: another process holds the lock, or the user interrupts the command.
@@ -119,7 +119,7 @@ def single_instance(lock: Path) -> Iterator[None]:
 def train_all(
     jobs: list[Job], at_a_time: int | None, per_gpu: int, no_tracking: bool, address: str | None = None
 ) -> Iterator[list[Run]]:
-    """Trains runs on a cluster at `address`, or on this machine if `address` is None. Yields groups of runs as they end."""
+    """Executes runs on a cluster at `address` or, without an address, on this machine. Yields groups of runs as they end."""
     if address:
         finished, at_a_time = cluster.train(jobs, address, per_gpu, show_every()), len(jobs)
     else:
@@ -150,9 +150,9 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
     estimates = times.Estimates(record for _, record in recorded())
     left = {str(run): (run, config) for run, config in jobs}
     epochs = sum(config.train.epochs for _, config in jobs)
-    shown, end = -1.0, math.nan  # number of finished epochs, and forecast of the time at which the last training ends
+    shown, end = -1.0, math.nan  # number of finished epochs, and time at which the last run is expected to end
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=BAR) as bar:
-        for ended in itertools.chain([[]], finished):  # shows the progress once before the first group
+        for ended in itertools.chain([[]], finished):  # the first, empty group shows the initial progress
             for run in ended:
                 del left[str(run)]
                 estimates.add(run.ended_record())
@@ -183,9 +183,9 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
     The estimate uses the run's own pace if the run is training on this machine, and otherwise the pace of earlier runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
-        with contextlib.suppress(UserError):  # the run may have just ended, and its record moved
+        with contextlib.suppress(UserError):  # the run may have just ended, so that its record has moved
             own = records.parse(path, RunRecord, f"delete {path.parent}")
-            done = len(own.timestamps) - 1  # points after step 0
+            done = len(own.timestamps) - 1  # number of points after step 0
             if done > 0 and matches(own, config):
                 left = config.train.epochs * config.train.points_per_epoch - done
                 return left / config.train.points_per_epoch, left * own.seconds / done
@@ -196,7 +196,7 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
 
 
 def time_left(seconds: list[float | None], at_a_time: int) -> float:
-    """Estimates the seconds until all runs have ended from the remaining seconds of each run. NaN if one of them is None."""
+    """Estimates the seconds until all runs end, given the remaining seconds of each. Returns NaN if any of these is None."""
     known = [each for each in seconds if each is not None]
     if len(known) < len(seconds):
         return math.nan
@@ -251,7 +251,7 @@ def commit(runs: list[Run]) -> list[str]:
 
 
 def train_here(jobs: list[Job], at_a_time: int) -> Generator[list[Run]]:
-    """Trains runs on this machine, `at_a_time` runs at once. An interrupt ends all trainings.
+    """Executes runs on this machine, `at_a_time` of them at once. An interrupt stops all of them.
 
     At least every `show_every()` seconds, yields the runs that have ended since the last yield.
     """

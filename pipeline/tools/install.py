@@ -1,7 +1,7 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-The script needs only Python, which may be too old for the rest of the code. On Linux, a machine without a GPU gets
-the CPU build from PyTorch's own index. If the index does not answer, the machine gets the larger CUDA build from PyPI.
+The script needs only Python, even a version too old for the rest of the code. On Linux, a machine without a GPU gets the
+CPU build of PyTorch from PyTorch's index. If the index does not answer, the machine gets the larger CUDA build from PyPI.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def update(options: argparse.Namespace) -> None:
-    """Installs each requirements file that has changed since its last installation."""
+    """Installs each requirements file that has changed since it was last installed."""
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
         sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
@@ -89,7 +89,7 @@ def torch_build(venv: Path) -> str:
 
 
 def create(options: argparse.Namespace, log: BinaryIO) -> None:
-    """Creates the environment with the running Python or, if its version does not fit, one that uv finds."""
+    """Creates the environment with the running Python or, if that version is not supported, with one that uv finds."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
         path.unlink(missing_ok=True)  # left by an environment that has lost its Python
@@ -166,7 +166,7 @@ def public(url: str) -> str:
 
 
 def answers(url: str) -> bool:
-    """True if a server answers in time, even with an HTTP error, since the installer may have a password for the server."""
+    """True if a server answers in time. HTTP and SSL errors count as answers, since the installer may still succeed."""
     answered = []
 
     def ask() -> None:
@@ -199,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Runs a command and writes its output to `log`. A terminal shows the last line. Returns True if successful."""
+    """Runs a command and writes its output to `log`. On a terminal, also shows its last line. Returns True if successful."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

@@ -1,4 +1,4 @@
-"""Lists the runs that Table 2 and the studies need, checks which are missing, and runs their trainings."""
+"""Lists the runs that Table 2 and the studies need, finds the missing ones, and executes their training processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.training.run import TABLE_2, Run
 
 OF_TABLE_2 = (f"{TABLE_2}/*",)
 Job = tuple[Run, RunConfig]
-PROCESSES: set[subprocess.Popen] = set()  # of the running trainings
+PROCESSES: set[subprocess.Popen] = set()  # running processes, one for each run in training
 
 
 def missing(jobs: list[Job]) -> list[Job]:
@@ -39,7 +39,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """Returns the runs, of Table 2 or a study, whose names match patterns such as table_2/osa_qr/*, in the patterns' order.
+    """Returns the runs of Table 2 or a study whose names match a pattern such as table_2/osa_qr/*, in the patterns' order.
 
     Raises:
         UserError: a pattern matches no run.

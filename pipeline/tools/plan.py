@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     from dvc.repo import Repo
 
     settings, estimates = params.load(), times.Estimates(record for _, record in recorded())
-    params.load_paper()  # raises an error that would otherwise stop `dvc repro` at its check stage
+    params.load_paper()  # if paper.yaml is invalid, raises the error that the stage `check` would raise
     logging.getLogger("dvc").setLevel(logging.ERROR)
     try:
         changed, following, count = plan(Repo())
@@ -82,7 +82,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     import networkx
     from dvc.repo import lock_repo
 
-    with lock_repo(repo):  # under its lock, DVC reads each file only once
+    with lock_repo(repo):  # while it holds its lock, DVC reads each file only once
         status, graph = repo.status(), repo.index.graph
     changed: dict[str, list[str]] = {}
     following: list[str] = []
@@ -151,7 +151,7 @@ def estimate(stages: list[str], settings: params.Params, estimates: times.Estima
 
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
-    """Formats the estimated time of trainings that run one after another, plus `others` seconds."""
+    """Formats the estimated time of training runs in sequence, plus `others` seconds."""
     known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
     if len(known) < len(trainings):
         return "; of unknown length"

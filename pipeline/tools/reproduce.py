@@ -17,7 +17,7 @@ from pipeline.tools import fan_out, times
 from pipeline.tools.jobs import missing, source_digest, table_2_jobs
 
 README, OUTPUTS = Path("README.md"), Path("paper_outputs")
-UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # DVC's lines with these words are not printed
+UNSHOWN = ("didn't change, skipping", "ing lock file", "dvc push")  # DVC's lines that contain these words are not printed
 
 
 @entry_point
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.no_tracking:
         options.append("--no-tracking")
     trained = bring_up_to_date(settings, options)
-    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # stops the report from checking with DVC again
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # tells the report that DVC has already checked its inputs
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"
@@ -56,7 +56,7 @@ def bring_up_to_date(settings: params.Params, options: list[str]) -> int:
 
 
 def has_data(source: str) -> bool:
-    """True if a published data set is here and intact. False for the user's images, which may have changed."""
+    """True if a published data set is present and intact. False for the user's images, which may have changed."""
     with contextlib.suppress(UserError):
         return bool(source_digest(source)) and source != params.USER_FOLDER
     return False

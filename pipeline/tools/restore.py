@@ -4,7 +4,7 @@ It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out f
 of these files, and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
 First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then files only move. If a step
-fails, all steps are undone. If a restore is killed, each file is in place or in .restored/DATE/, and the next call finishes.
+fails, all are undone. If a restore is killed, your files are in place or in .restored/DATE/. The next call completes it.
 """
 
 import errno
@@ -25,7 +25,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # parts of a printed path, as in paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # maximum number of parts of a printed folder, as in paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
 OF_A_RUN = re.compile(  # files of runs, but not of trial runs, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
@@ -136,7 +136,7 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 
 
 def refuse_while_others_work() -> None:
-    """Raises UserError if a stage, a training or DVC runs in this folder."""
+    """Raises UserError if a pipeline command or DVC is running in this folder, or if `locks.RWLOCK` is damaged."""
     if others := [*locks.held(), *locks.stages()]:
         raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
     if locks.claims() is None:
@@ -195,7 +195,7 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 
 
 def changed_paths() -> dict[str, str]:
-    """Returns git's two status letters, of the index and of the file, for each path that differs from the last commit."""
+    """Maps each path that differs from the last commit to git's two status letters, for the index and for the file."""
     # The user's global gitignore may list *.csv, which would hide files of runs.
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
@@ -214,14 +214,14 @@ def outputs_of(committed: list[str]) -> list[str]:
 
 
 def is_output(path: str, outputs: list[str]) -> bool:
-    """True if a path is params.yaml, a dvc.lock, or an output of a stage or a training."""
+    """True if a path is params.yaml, a dvc.lock, or a file that a stage or a training run writes."""
     if path == "params.yaml" or Path(path).name == "dvc.lock" or OF_A_RUN.fullmatch(path):
         return True
     return any(path == output or path.startswith(f"{output}/") for output in outputs)
 
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
-    """Returns the weights that git ignores and that would not match a restored record."""
+    """Returns the paths of weights that git ignores and that may not match their records once these are restored."""
     records = filter(None, map(RECORD_PATH.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
@@ -236,7 +236,7 @@ def new_folder() -> Path:
 
 
 def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
-    """Prints paths. The files of a run share a line, and so do the files of a folder that the commit lacks."""
+    """Prints a heading and paths. The files of a run share a line, and so do the files of a folder that the commit lacks."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
     if counts:
@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns a path's topmost folder that is not in `known` or that holds a single run, or the path if there is none."""
+    """Returns the topmost parent folder that is not in `known` or holds a single run. Returns `path` if there is none."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

@@ -1,7 +1,7 @@
-"""Checks whether the working tree and a commit train the same weights, bit by bit: `python -m pipeline same_bits COMMIT`.
+"""Checks whether the working tree and a commit train bit-identical weights: `python -m pipeline same_bits COMMIT`.
 
-On this machine, it trains every model with both versions for a few steps on the sample of MNIST. If an edit changes the
-weights, increment `osa.NUMERICS`; DVC then retrains.
+The command trains every model with both versions of the code for a few steps on the sample of MNIST, on this machine. If an
+edit changes the weights, increment `osa.NUMERICS`; DVC then trains the models again.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Estimates how long trainings take, from records of earlier trainings, and how long other stages take, from a table."""
+"""Estimates how long training runs take, from records of earlier runs, and how long other stages take, from a table."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -18,15 +18,15 @@ OTHER_SECONDS = 5
 
 
 def of_stage(name: str) -> float:
-    """Returns the seconds of a stage that trains no model: SECONDS of its study, else of its group, else OTHER_SECONDS."""
+    """Estimates the seconds of a stage that trains no model: SECONDS[study], else SECONDS[group], else OTHER_SECONDS."""
     group, _, study = name.rpartition(":")[2].partition("@")
     return SECONDS.get(study, SECONDS.get(group, OTHER_SECONDS))
 
 
 def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | None:
-    """Returns a number proportional to the time of a training: the number of patches seen × the number of blocks.
+    """Returns a number proportional to the duration of a training run: the number of patches seen × the number of blocks.
 
-    Returns None if the training uses the user's images, and they are absent or do not have the digest `data_sha256`.
+    Returns None if the run uses the user's images, and these are absent or their digest differs from `data_sha256`.
     """
     source, images = config.data.source, TRAIN_IMAGES.get(config.data.source, 60_000)
     try:
@@ -41,11 +41,11 @@ def relative_cost(config: RunConfig, data_sha256: str | None = None) -> float | 
 
 
 class Estimates:
-    """Estimates the time of trainings. Reads the records of earlier trainings only at the first estimate."""
+    """Estimates the duration of training runs. Reads the records of earlier runs only when it makes the first estimate."""
 
     def __init__(self, records: Iterable[RunRecord]) -> None:
         self._unread = iter(records)
-        # Seconds per unit of `relative_cost`. Each key is a pair: device (None: all) and key from `_keys`.
+        # Seconds per unit of `relative_cost`. Each key is a pair: a device, or None for all, and one of a run's `_keys`.
         self._paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
 
     def add(self, record: RunRecord) -> None:
@@ -56,11 +56,11 @@ class Estimates:
                 self._paces[device, key].append(record.seconds / cost)
 
     def of(self, run: Run, config: RunConfig) -> float | None:
-        """Estimates the seconds that a run takes, or returns None if nothing is known.
+        """Estimates the seconds that a run takes. Returns None if its cost is unknown or there are no earlier runs.
 
-        The estimate is the run's `relative_cost` times the median seconds per unit of cost. The median is over earlier runs
-        of the same study and name, else of the same variant, else over all runs. If any earlier run used this machine's kind
-        of device, CPU or GPU, runs on other devices do not count.
+        The estimate is the run's `relative_cost` times the median seconds per unit of cost. The median covers earlier runs
+        of the same study and name, else of the same variant, else all runs. If any earlier run used this machine's kind of
+        device, CPU or GPU, runs on other devices do not count.
         """
         if (cost := relative_cost(config)) is None:
             return None

@@ -1,7 +1,7 @@
 """Tries other parameter values and compares the runs with Table 2: `python -m pipeline try osa_exact --set model.depth=2,3`.
 
-It trains the missing runs of every combination of values and seeds. Then it compares their test accuracies with Table 2, by
-the same rank test that judges claims. Records stay under paper_outputs/runs/tries, which git and DVC ignore.
+The command trains every combination of values and seeds that has no run yet. Then it compares test accuracies with Table 2,
+using the same rank test as for the paper's claims. Records stay under paper_outputs/runs/tries, which git and DVC ignore.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def changed_parameters(old: ResultsBySeed, new: ResultsBySeed) -> str:
 
 
 def comparison(old: ResultsBySeed, new: ResultsBySeed) -> list[str]:
-    """Returns three cells of the table: the difference of the accuracies, its interval, and the verdict."""
+    """Returns three cells of the table: the difference in accuracy, its confidence interval, and the verdict."""
     if not old:
         return ["", "", ""]
     verdict = judge(accuracies(new), accuracies(old))
@@ -138,7 +138,7 @@ def comparison(old: ResultsBySeed, new: ResultsBySeed) -> list[str]:
 
 
 def accuracies(runs: ResultsBySeed) -> list[float]:
-    """Returns accuracies in per cent. A diverged run gets the accuracy of a guess."""
+    """Returns accuracies in per cent. A diverged run gets the accuracy of random guesses."""
     return [GUESS_ACCURACY if math.isnan(run.accuracy) else run.accuracy for run in runs.values()]
 
 

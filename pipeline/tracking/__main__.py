@@ -2,7 +2,7 @@
 
     python -m pipeline tracking sync            import all runs that have ended or are training
     python -m pipeline tracking sync --models   import the trained models of Table 2 too
-    python -m pipeline tracking ui              serve MLflow on 127.0.0.1:$PORT (5000), and sync every few seconds
+    python -m pipeline tracking ui              serve MLflow on 127.0.0.1:$PORT (default 5000), and sync when records change
 
 The store is mlflow.db at the repository root, or MLFLOW_TRACKING_URI if set.
 """

@@ -33,7 +33,7 @@ MOST_RUNS = 50_000  # MLflow's limit on the number of search results
 
 
 def name_of(run: "Run") -> str:
-    """Returns table_2/osa_qr/0 for a training, table_2/osa_qr for a parent run, and "" for a run that the user added."""
+    """Returns the name of a run: table_2/osa_qr/0, or table_2/osa_qr for a parent, or "" for a run that the user added."""
     return run.data.tags.get("run") or run.data.params.get("run", "")  # older stores have the name as a parameter
 
 
@@ -66,7 +66,7 @@ class Experiment:
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:
-        """Returns the runs of each family, such as table_2/osa_qr, newest run first. None stands for all families."""
+        """Returns the runs of each family, such as table_2/osa_qr, newest run first. By default, searches all."""
         queries = [""]
         if families is not None:
             pairs = [family.split("/") for family in families]
@@ -80,7 +80,7 @@ class Experiment:
         return found
 
     def create(self, name: str, start: int, tags: dict[str, str]) -> "Run":
-        """Creates a run with a title and the model's colour in Figure 1. No later sync changes title or colour."""
+        """Creates a run with a title and the model's colour in Figure 1. Later syncs change neither."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # the user of a container may have no name

@@ -24,7 +24,7 @@ ENVIRONMENT = {  # defaults for MLflow's environment variables
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of the variables kept if the store is a database. Others could change the address of the store or of the server.
+# Prefixes of environment variables to keep if the store is a database. Others could redirect the store or the server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how to connect to databases and artifacts
 ARTIFACTS = "mlartifacts"
@@ -64,7 +64,7 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """Adds ENVIRONMENT's defaults. If the store is a database, first removes MLflow's variables except KEPT_SETTINGS."""
+    """Sets ENVIRONMENT's defaults. If the store is a database, first removes MLflow's variables other than KEPT_SETTINGS."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):
@@ -115,7 +115,7 @@ def connect() -> tuple[Any, FileLock]:
         raise UserError(f"{URI_VARIABLE} names {path}, but its folder does not exist: create it, or correct the path.")
     with errors_as_user_errors(), lock:
         if path and not (path.exists() and path.stat().st_size):
-            # A new database gets its name only once complete, since a killed process could leave half of the tables.
+            # A new database gets its name only once it is complete, since a killed process could leave half of the tables.
             partial = path.with_name(f"{path.name}.partial")
             partial.unlink(missing_ok=True)
             mlflow.MlflowClient(f"sqlite:///{partial.as_posix()}").search_experiments()

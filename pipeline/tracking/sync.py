@@ -1,6 +1,6 @@
 """Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child for each seed.
 
-A family is all runs of one study and name, such as table_2/osa_qr. A sync first searches MLflow for the runs of a family.
+A family consists of all runs of one study and name, such as table_2/osa_qr. A sync first looks up a family's runs in MLflow.
 Several processes can therefore sync, and a sync can be repeated after an interruption, without duplicate runs.
 """
 
@@ -34,7 +34,7 @@ COSTS = ("seconds", "images_per_second")
 OWN = ("study", "name", "variant", "seed", "run_key", "data_sha256", "numerics")  # record keys that become tags
 ENVIRONMENT_TAGS = ("device", "device_name", "num_threads", "platform", "python", "torch")
 GUARDED = ("run", "level", "configuration", *OWN)  # tags that a sync writes again if someone edits them
-SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags of parents and children
+SHARED_TAGS = ("study", "name", "variant", "data_sha256", "numerics", "configuration")  # tags that parent and child share
 REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
 
@@ -91,7 +91,7 @@ def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> 
         if error.error_code != "INVALID_PARAMETER_VALUE":
             raise
         why = store.cause(error)
-    if training.path.exists():  # otherwise the training has just ended, and its record has moved
+    if training.path.exists():  # otherwise the run has just ended, and its record has moved
         tqdm.write(f"warning: {training.path} is not imported: {why}", sys.stderr)
     return None
 
@@ -114,7 +114,7 @@ def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> Non
 
 
 class Family:
-    """The MLflow runs of one family: a parent for each configuration, and a child for each training."""
+    """The MLflow runs of one family: a parent for each configuration, and a child for each training run."""
 
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
         self.experiment, self.name, self.runs = experiment, name, runs  # newest run first
@@ -132,7 +132,7 @@ class Family:
                     self.parents[configuration] = run
 
     def import_run(self, training: TrackedTraining) -> bool:
-        """Creates or updates the child of a training. Returns True if the child is new."""
+        """Creates or updates the child for a training run. Returns True if the child is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
@@ -146,7 +146,7 @@ class Family:
             self.seen.add(run.info.run_id)
         else:
             history = self.experiment.client.get_metric_history(run.info.run_id, "epoch")
-            steps = {metric.step for metric in history}  # a resumed training repeats steps that MLflow already has
+            steps = {metric.step for metric in history}  # a resumed run repeats steps that MLflow already has
             values = [value for value in values if value[3] not in steps]
         if training.has_ended:
             self.experiment.client.log_artifacts(run.info.run_id, str(training.path.parent))
@@ -157,7 +157,7 @@ class Family:
         return is_new
 
     def _once(self, training: TrackedTraining, metrics: dict) -> list[Value]:
-        """Returns the metrics that are single values instead of curves."""
+        """Returns the metrics that are single values rather than curves."""
         once = {}
         for key in COSTS:
             if (value := getattr(training.record, key)) is not None:
@@ -168,13 +168,13 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and our difference from it, or {} outside Table 2 and for models not in the paper."""
+        """Returns the paper's accuracy and our difference from it, or {} if the family is not in the paper's Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
 
     def end_lost_runs(self) -> None:
-        """Marks as killed each run of this machine that MLflow shows as running but that has no files."""
+        """Marks a run as killed if MLflow shows it as running on this machine but its files do not exist."""
         for run in self.runs:
             is_ours = run.data.tags.get("host") == platform.node()
             if run.info.status == "RUNNING" and is_ours and run.info.run_id not in self.seen:
@@ -182,7 +182,7 @@ class Family:
                 self.has_changed = True
 
     def settle(self) -> None:
-        """Tags the current children, updates the parent of each configuration, and deletes surplus parents."""
+        """Tags each child as current or not, updates the parent of each configuration, and deletes surplus parents."""
         if self.has_changed:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
@@ -219,9 +219,9 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns digests of the configuration in params.yaml, one for each data set that the runs use.
+        """Returns a digest of the configuration in params.yaml for each data set that the runs use.
 
-        The result is empty outside Table 2, and if all runs have the same configuration.
+        Returns an empty set outside Table 2, if all runs have the same configuration, or if params.yaml lacks the variant.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
@@ -232,7 +232,7 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """Returns the parent of children with these tags. Creates the parent if absent."""
+        """Returns the parent of children with these tags. Creates it if it does not exist."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
@@ -243,7 +243,7 @@ class Family:
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
         """Updates a parent's statistics, which cover the newest ended run of each seed.
 
-        A parent has no curves, since MLflow can only append to a curve, and a new seed changes every mean.
+        A parent has no curves, since MLflow can only append to a curve, and a new seed changes every point of a mean curve.
         """
         newest: dict[int, Run] = {}
         for child in children:
@@ -268,7 +268,7 @@ class Family:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """Returns means and standard deviations of last values over the runs that start to learn, and counts of runs."""
+        """Returns means and standard deviations of final metrics over the runs that start to learn, and counts of runs."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}
@@ -308,7 +308,7 @@ def _tags(training: TrackedTraining) -> dict[str, str]:
 
 
 def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
-    """Returns a digest of the files of a training and of the GUARDED tags."""
+    """Returns a digest of the GUARDED tags and of a training run's files."""
     return _digest([training.digest, [tags.get(key) for key in GUARDED]])
 
 

@@ -1,6 +1,6 @@
-"""Reads a training from its files, whether it is running or has ended.
+"""Reads a training run from its files, whether it has ended or is in progress.
 
-A sync reads every training and usually finds nothing new, so slow imports, such as pandas, wait until `starts` needs them.
+A sync reads every run and usually finds nothing new, so slow imports, such as pandas, wait until `starts` needs them.
 """
 
 import csv
@@ -20,25 +20,25 @@ from pipeline.training.run import RUNS, SCRATCH, Run
 
 # MLflow shows metrics in this order, and its page Compare opens with the first.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-LOST_SECONDS = 3600  # a training without a new point for this time counts as killed
+LOST_SECONDS = 3600  # a run without a new point for this long counts as killed
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow
 
 Value = tuple[str, float, int, int]  # key, value, milliseconds since 1970, and step of a metric
 
 
 class TrackedTraining:
-    """A training, given by the path of its record: in RUNS if the training has ended, in SCRATCH if it is running."""
+    """A training run, identified by the path of its record, which lies in RUNS if the run has ended, else in SCRATCH."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         study, name, seed = path.parts[-4:-1]
         self.family = f"{study}/{name}"  # for instance table_2/osa_qr
-        self.name = f"{self.family}/{seed.partition('-')[0]}"  # the folder of a running training is named SEED-KEY
+        self.name = f"{self.family}/{seed.partition('-')[0]}"  # the folder of a run in progress is named SEED-KEY
         self.has_ended = not path.is_relative_to(SCRATCH)
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the files of an ended training, or of the record of a running one.
+        """A digest of all files if the run has ended, or of the record alone if it is in progress.
 
         Raises:
             UserError: a file is a link, which could expose any file on this machine.
@@ -68,19 +68,19 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """When the training ended or, while it runs, when it reached its last point, in milliseconds since 1970."""
+        """The time at which the run ended or, if it is in progress, reached its latest point, in milliseconds since 1970."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
     @property
     def status(self) -> str:
-        """The status for MLflow: RUNNING, FINISHED, FAILED or KILLED. A diverged training counts as FAILED."""
+        """The status for MLflow: RUNNING, FINISHED, FAILED or KILLED. A diverged run counts as FAILED."""
         if not self.has_ended and time.time() - self.path.stat().st_mtime > LOST_SECONDS:
             return "KILLED"
         return STATUS[self.record.status]
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json, or {} during training. Raises UserError if the run is damaged."""
+        """Returns the content of metrics.json, or {} during training. Raises UserError if a file of the run is damaged."""
         if not self.has_ended:
             return {}
         self.run.record()
@@ -89,7 +89,7 @@ class TrackedTraining:
     def values(self) -> list[Value]:
         """Returns the points of the curves, with accuracies in per cent. Omits points with an infinite or NaN loss."""
         values = []
-        # While a training runs, its history may have one point more than its record.
+        # During training, the history may have one point more than the record.
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
             for row, timestamp in zip(csv.DictReader(history), self.record.timestamps, strict=self.has_ended):
                 point = {key: float(row[key] or "nan") for key in LOGGED_CURVES}
@@ -101,7 +101,7 @@ class TrackedTraining:
         return values
 
     def starts(self) -> bool:
-        """True if an ended run started to learn, as `starts` in pipeline/statistics/claims.py defines it."""
+        """True if an ended run started to learn, as defined by `starts` in pipeline/statistics/claims.py."""
         from pipeline.statistics.claims import starts
 
         guess_loss = math.log(self.record.config.model.num_classes)
@@ -109,7 +109,7 @@ class TrackedTraining:
 
 
 def find(beginnings: Sequence[str] = ()) -> list[TrackedTraining]:
-    """Returns the trainings whose names begin with one of `beginnings`, by default all."""
+    """Returns the runs whose names begin with one of `beginnings`. By default, returns all runs."""
     paths = sorted(RUNS.glob("*/*/*/record.json")) + sorted(SCRATCH.glob("*/*/*-*/record.json"))
     return [training for training in map(TrackedTraining, paths) if training.name.startswith(tuple(beginnings) or "")]
 

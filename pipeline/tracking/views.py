@@ -5,14 +5,14 @@ import json
 from pipeline.tracking.trainings import LOGGED_CURVES
 from pipeline.training.run import TABLE_2
 
-# Widths of columns in pixels. In a window of 1440 pixels, MLflow leaves 823 for all columns and the tick box.
+# Column widths in pixels. In a window of 1440 pixels, MLflow leaves 823 for all columns and the tick box.
 MODEL_WIDTHS = {"test_accuracy": 105, "test_accuracy_std": 135, "paper": 62, "difference_to_paper": 145, "num_seeds": 80}
 SEED_WIDTHS = {"test_accuracy": 105, "difference_to_paper": 145, "test_loss": 80, "train_accuracy": 110, "train_loss": 80}
 OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDateAndNestInfo is the creation time
 
 
 def views() -> dict[str, str]:
-    """Returns views in MLflow's format. An address with `viewStateShareKey=KEY` opens the view with this key."""
+    """Returns the views by key, in MLflow's format. An address with `viewStateShareKey=KEY` opens the view with that key."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]

@@ -1,4 +1,4 @@
-"""Registers the kernels as operators, which autograd, torch.func and torch.compile call as black boxes.
+"""Registers the kernels as operators, which autograd, torch.func and torch.compile treat as black boxes.
 
 A call goes to the first backend that accepts its tensors, in the order short/, hopper/, long/.
 """
@@ -26,7 +26,7 @@ from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_ea
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/; the result counts for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
-HOPPER_TOLERANCE = 1e-2  # above the rounding errors (3e-3 to 6e-3), and below the error if a product is missing (2e-2)
+HOPPER_TOLERANCE = 1e-2  # above the rounding errors (3e-3 to 6e-3), below the error that a missing product causes (2e-2)
 PHI1_TOLERANCE = 1e-5
 
 
@@ -37,7 +37,7 @@ class Backend(Protocol):
     def method(self) -> str: ...
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns the names of the kernels that a call with these tensors may launch, or () if it rejects the tensors."""
+        """Returns the names of the kernels that a call with these tensors may launch, or () if the backend rejects them."""
 
     def saved_shape(self, query: Tensor, value: Tensor) -> tuple[int, ...]:
         """Shape of the float32 tensor that the forward pass saves for the backward pass."""
@@ -51,14 +51,14 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given `grad`, the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns a number per matrix, NaN if its output lost precision. Returns None if the backend never reports that."""
+        """Returns a number per matrix, NaN if that matrix lost precision. Returns None if the backend cannot tell."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if `attend` accepts these CUDA tensors.
 
-    The first call with a kernel tests it. If the kernel does not compile, or disagrees with the plain route, the test warns
-    once, and this and later calls return False. No test runs while a CUDA graph is captured, so call once before that.
+    The first call for a kernel tests the kernel. If it does not compile, or disagrees with the plain route, the test warns
+    once, and this and later calls return False. No test runs while a CUDA graph is captured, so call `fits` before that.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """True outside traces and transforms, apart from those in `but`. Under torch.compile, True outside transforms."""
+    """False in a trace, or in a transform not listed in `but`. Under torch.compile, False only in a transform."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 
@@ -286,7 +286,7 @@ _VERDICTS: dict[tuple, bool] = {}  # arguments of `_agrees` → result
 
 @constant_to_a_trace
 def _is_verified(*kernel) -> bool:
-    """True if a kernel has passed `_agrees`. This test runs once, and never while a CUDA graph is captured."""
+    """True if a kernel has passed `_agrees`. `_agrees` runs once per kernel, and never while a CUDA graph is captured."""
     if not torch.cuda.is_available():
         return True  # the tensors are fake, and nothing will run
     if kernel not in _VERDICTS and not torch.cuda.is_current_stream_capturing():
@@ -295,7 +295,7 @@ def _is_verified(*kernel) -> bool:
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles the kernels of a call and of its gradients in parallel. Errors are raised when a kernel is launched."""
+    """Compiles the kernels of a call and of its gradients in parallel. Ignores errors: launching the kernel raises them."""
     meta = [x.detach().to("meta") for x in inputs]
     with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         if form == "phi1":
@@ -333,7 +333,7 @@ def _agrees(
             *inputs, grad = (torch.randn(batch, 3, tokens, each, generator=generator) for each in widths)
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50. At 50, a term takes three products.
+            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50. At 50, each Taylor term takes three products.
             if form != "short":
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))

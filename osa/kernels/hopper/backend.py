@@ -16,7 +16,7 @@ from osa.kernels.launch import Inputs, ratio_up
 METHODS = ("exact",)
 
 MAX_ENTRIES = 2**31  # a head must span fewer entries, because offsets within a head have 32 bits
-MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows of a part and parts of a head; fewer are not worth three extra launches
+MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows of a part, and minimum parts of a head; fewer are not worth three extra launches
 WARPS = {"num_warps": 4, "maxnreg": 255}
 # Launch options of fused.py. Two programs fit on a multiprocessor (sm_90 in paper_outputs/benchmarks/kernels.csv)
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS

@@ -43,9 +43,9 @@ MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 MAX_NONNORMALITY = tl.constexpr(16.0)
 # One product per term suffices if balancing divides ‖G‖_F by at most this number. Otherwise columns cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
-TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # as `TERM_TOLERANCE` of fused.py
+TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if `osa.linalg.imbalance` is larger, no digit is correct even with SPLIT
-MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: the rounding of G hides a smaller ratio
+MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: rounding errors of G hide a smaller ratio
 
 # Offsets in a program's scratch, in float32 entries. Y, F and A₂ are stored as their transposes. Y has the offset 0
 #   O_F          F
@@ -171,7 +171,7 @@ def load_balance(p_scratch):
 
 @triton.jit
 def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
-    """Stores X in bfloat16. If SPLIT, it also stores the low part of X, `gap` entries later."""
+    """Stores X in bfloat16. If SPLIT, also stores the low part of X, `gap` entries later."""
     b_high, b_low = high_low(b_x)
     tl.store(p_x, b_high)
     if SPLIT:
@@ -210,7 +210,7 @@ def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def balanced_y(p_scratch):
-    """Returns Yᵀ R⁻ᵀ for the stored Yᵀ. It replaces Yᵀ if M R replaces M, because J Rᵀ = R⁻¹ J."""
+    """Returns Yᵀ R⁻ᵀ for the stored Yᵀ. Because J Rᵀ = R⁻¹ J, Yᵀ R⁻ᵀ replaces Yᵀ when M R replaces M."""
     o_partners = (tl.arange(0, COLUMNS) + D) % COLUMNS
     p_shear, b_sigma = p_scratch + O_BALANCE + COLUMNS, tl.load(p_scratch + O_BALANCE + o_partners)[None, :]
     return b_sigma * (
@@ -230,7 +230,7 @@ def times_rt(p_scratch, p_x):
 
 @triton.jit
 def overwrite(p_x, b_x):
-    """Stores X over a matrix that other threads have read, and waits until they can read X."""
+    """Waits until all threads have read the old matrix, stores X over it, and waits until all threads can read X."""
     tl.debug_barrier()
     tl.store(p_x + o_panel(), b_x)
     tl.debug_barrier()
@@ -252,7 +252,7 @@ def step_count(radius):
 
 @triton.jit
 def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
-    """Returns the square norm below which a term is too small to change the output.
+    """Returns the squared norm below which a term is too small to change the output.
 
     A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂). The code uses
     ‖G‖_F in place of ‖M‖₂².

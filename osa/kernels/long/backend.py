@@ -21,8 +21,8 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrices alone
 MAX_WIDTH = 128  # maximum number of columns of query, key and value
 MIN_ROWS = 256  # minimum number of rows of a part of a sequence
-MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the square norm of a pair
-MIN_SHARE_LEFT = 2.0**-5  # float32 loses over five bits if shearing leaves less than this share of a column's square norm
+MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the squared norm of a pair
+MIN_SHARE_LEFT = 2.0**-5  # float32 loses over 5 bits if shearing leaves less than this share of a column's squared norm
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
 # 100 eps ‖S‖₂. With a maximum of 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
@@ -228,7 +228,7 @@ def _launch(
 
 
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Splits sequences into parts that occupy half of the multiprocessors. Returns the number of parts and rows per part."""
+    """Splits sequences into parts that occupy half of the multiprocessors. Returns (number of parts, rows per part)."""
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, MIN_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64
@@ -254,7 +254,7 @@ def sheared_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def products_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `products_kernel`. With tensor cores, tiles have more rows and loads are issued ahead."""
+    """Launch options of `products_kernel`. With tensor cores, tiles have more rows, and loads are pipelined."""
     return _tile(64, 32, query, value, 3) if uses_tensor_cores(query, value) else _tile(16, 32, query, value, 1)
 
 
@@ -264,7 +264,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `apply_backward_kernel`, with fewer rows than `apply_kernel` has if registers would run out."""
+    """Launch options of `apply_backward_kernel`. Tiles have fewer rows than in `apply_kernel` if registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)

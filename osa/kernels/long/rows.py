@@ -27,7 +27,7 @@ def product(b_sums, b_left, b_right, TENSOR_CORES: tl.constexpr):
 
 @triton.jit
 def sheared(q, k, shear, o_rows, o_columns, WIDTH: tl.constexpr):
-    """Returns q_j − γ k_j and k_j − γ q_j for each pair of columns, each with the γ of its column and rounded once."""
+    """Returns q_j − γ_j k_j and k_j − γ_{j+d} q_j for each pair of columns. Each difference is rounded only once."""
     b_q, b_k = load(q, o_rows, o_columns).to(tl.float32), load(k, o_rows, o_columns).to(tl.float32)
     b_shear_q = load(transpose(shear), tl.arange(0, 1), o_columns) + tl.zeros_like(b_q)
     b_shear_k = load(transpose(shear), tl.arange(0, 1), o_columns + WIDTH) + tl.zeros_like(b_q)

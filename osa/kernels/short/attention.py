@@ -9,7 +9,7 @@ where mixing.py defines L, and computes T and A₁ to A₄ below. Let E be the g
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
 If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which gives
-the same function. If the registers cannot hold a basis, ALL_ROWS is 0, and the result is NaN instead.
+the same result. If the registers cannot hold a basis, ALL_ROWS is 0, and the result is NaN instead.
 """
 
 import triton
@@ -48,12 +48,12 @@ def _column_products(q, k, b_shear_q, b_shear_k):
 
 @triton.jit(noinline=True)
 def _gather(m, balance, q, k, METHOD: tl.constexpr):
-    """Stores M = [Q, K], or for "exact" the balanced M = [σ (Q − a ∘ K), (K − b ∘ Q) / σ], and a, b and σ in `balance`.
+    """Stores M = [Q, K] or, for "exact", the balanced M = [σ (Q − a ∘ K), (K − b ∘ Q) / σ]. Stores a, b and σ in `balance`.
 
-    In each pair, balancing subtracts from the shorter column its projection onto the longer column, and σ makes both columns
-    about equally long. The result is M R with R J Rᵀ = J. S = c M J Mᵀ stays the same, so the backward pass treats R as a
-    constant. ‖M‖ and the rounding error of "exact" become smaller. σ is a power of two, so scaling is exact. Differences
-    are computed in float64, because Q may nearly equal K.
+    In each pair (q, k), balancing subtracts from the shorter column its projection onto the longer one. Then σ makes the two
+    columns about equally long. The result is M R with R J Rᵀ = J. S = c M J Mᵀ stays the same, so the backward pass treats
+    R as a constant. ‖M‖ and the rounding error of "exact" become smaller. σ is a power of two, so scaling is exact.
+    Differences are computed in float64, because Q may nearly equal K.
     """
     o_columns = tl.arange(0, BLOCK)
     b_shear_q = tl.zeros((BLOCK,), tl.float32)
@@ -92,12 +92,12 @@ def _scatter(grad_q, grad_k, grad_m, balance):
         b_k = load(columns_of(grad_m, width, width), o_rows, o_columns) / tl.where(o_columns < width, b_sigma, 1.0)
         store(grad_q, o_rows, o_columns, b_q - b_shear_k * b_k)
         store(grad_k, o_rows, o_columns, b_k - b_shear_q * b_q)
-    tl.debug_barrier()  # waits until all threads have read this matrix, which the next one overwrites
+    tl.debug_barrier()  # waits until all threads have read `grad_m`, which the next head overwrites
 
 
 @triton.jit
 def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
-    """Stores B, an orthonormal basis of M's columns. A column of B is zero if that column of M depends on earlier ones.
+    """Stores B, an orthonormal basis of M's columns. Column j of B is zero if column j of M depends on earlier columns.
 
     Each column's components along the basis are subtracted twice, which makes B orthogonal up to rounding (Giraud et al.
     2005). A column counts as dependent if its remainder is as small as its rounding error.
@@ -127,7 +127,7 @@ def _gram_schmidt_apart(basis, m, ALL_ROWS: tl.constexpr):
 
 @triton.jit
 def _either(a, b, is_first):
-    """Returns `a` if `is_first`, and otherwise `b`. Both matrices lie in the same scratch memory."""
+    """Returns `a` if `is_first`, and otherwise `b`. Both matrices must lie in the same scratch memory."""
     return (a[0], a[1], a[2], a[3], a[4], tl.where(is_first, a[5], b[5]))
 
 
@@ -145,7 +145,7 @@ def forward_kernel(
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Stores exp(S) V of `count` matrices.
+    """Stores exp(S) V for `count` matrices.
 
     For "qr", the kernel stores the bases L in `basis`, for the backward pass. For "exact" with ALL_ROWS = 0, it stores c of
     each matrix there, or NaN if the output is NaN, so that the operator can warn.

@@ -54,10 +54,10 @@ class Short:
     def constants(self, kernel: str, query: Tensor, value: Tensor, num_iterations: int) -> dict:
         """Constants and launch options of `kernel`, "forward" or "backward". ALL_ROWS is 0 if the kernel computes no basis.
 
-        The forward pass of "qr" uses the warps that its basis needs. "exact" computes a basis only if one warp can hold it.
+        The forward pass of "qr" has as many warps as its basis needs. "exact" computes a basis only if one warp can hold it.
         """
         rows = launch.padded(query.shape[-2])
-        warps = max(1, rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD))  # number of warps that hold a basis
+        warps = max(1, rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD))  # number of warps whose registers hold a basis
         options = WARP
         if (self.method, kernel) == ("qr", "forward"):
             options = WARP | {"num_warps": warps}

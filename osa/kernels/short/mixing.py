@@ -48,7 +48,7 @@ def is_balanced(gram, scale, scratch):
 
 @triton.jit(noinline=True)
 def _projector(gram, grams, ITERATIONS: tl.constexpr):
-    """Replaces G = G_0 by Π = G_K, where G_{k+1} = T G_k T and T = ½ (3I − G_k).
+    """Replaces G = G_0 with Π = G_K, where G_{k+1} = T G_k T and T = ½ (3I − G_k).
 
     Stores G_0 to G_{K−1} in `grams`, unless `grams` is None.
     """
@@ -65,7 +65,7 @@ def _projector(gram, grams, ITERATIONS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
-    """Replaces the gradient of G_K, which is symmetric, by the gradient of G_0.
+    """Replaces the gradient of G_K, which is symmetric, with the gradient of G_0.
 
     Each iteration turns E, the gradient of G_{k+1}, into the gradient of G = G_k, as in `_NewtonSchulzGram` of
     osa/linalg.py: E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.
@@ -88,7 +88,7 @@ def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
 
 @triton.jit
 def _skew(out, coordinates, scale, half):
-    """out ← [S] = c C J Cᵀ (Eq. 7) for coordinates C. The result is skew to the last bit."""
+    """out ← [S] = c C J Cᵀ (Eq. 7) for coordinates C. The result is exactly skew-symmetric."""
     width = coordinates[4] // 2
     query, key = columns_of(coordinates, 0, width), columns_of(coordinates, width, width)
     multiply(half, query, transpose(key), scale, None, 0.0)

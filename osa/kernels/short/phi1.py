@@ -75,7 +75,7 @@ def _halved(phi, expm1, z, degree, fraction):
 
 @triton.jit
 def phi1_times(out, z, y, scratch):
-    """out ← φ₁(Z) Y. The rule φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) undoes halvings of Z (Higham 2008, Section 10.7.4)."""
+    """out ← φ₁(Z) Y. The rule φ₁(2Z) = φ₁(Z) + ½ (e^Z − I) φ₁(Z) undoes each halving of Z (Higham 2008, Section 10.7.4)."""
     halvings, degree, fraction = _terms(z)
     if halvings == 0:
         _taylor(out, z, fraction, y, degree)
@@ -94,7 +94,7 @@ def phi1_times(out, z, y, scratch):
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
     """Stores U = φ₁(Z) Y, and the gradients of ⟨H, U⟩: φ₁(Zᵀ) H with respect to Y, and D with respect to Z.
 
-    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code processes a block of columns at a time, with one term more
+    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code processes a block of columns at a time, with one more term
     than U alone needs. Let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
@@ -135,7 +135,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Stores the results of `phi1_gradients` for fraction · Z. `terms` holds the W_k: no product waits for these loads."""
+    """Stores the results of `phi1_gradients` for fraction · Z. `terms` holds the W_k; no product waits for these loads."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

@@ -1,11 +1,11 @@
-"""Records a training step as a CUDA graph. A replay of the graph launches hundreds of small kernels at once."""
+"""Records a training step as a CUDA graph. Replaying the graph launches hundreds of small kernels with one call."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # steps before the recording, in which libraries choose kernels and allocate memory
+WARM_UP = 3  # steps run before the recording, so that libraries have chosen kernels and allocated memory
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -16,7 +16,7 @@ class GraphedStep:
     The constructor records the step, compares a replay with the step itself, and restores the model and the optimisers.
 
     Raises:
-        RuntimeError: the step cannot be recorded, or a replay differs from the step.
+        RuntimeError: the step cannot be recorded, or a replay gives other numbers than the step.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ def capture(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Callable[[], No
 
 
 class _State:
-    """A copy of all tensors that a step changes: parameters, buffers, and the optimisers' moments and counts."""
+    """A copy of all tensors that a step changes: parameters, buffers, and the optimisers' moments and step counts."""
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         self.model, self.optimizers = model, optimizers

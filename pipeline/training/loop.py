@@ -1,4 +1,4 @@
-"""Trains a model, and computes the points of Figure 1."""
+"""Trains a model, and computes the points of the curves in Figure 1."""
 
 import hashlib
 import math
@@ -28,7 +28,7 @@ EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 
 
 def configure_torch() -> None:
-    """Makes a seed give the same bits in every run on one machine, and gives large CPU tensors huge pages, which save time.
+    """Makes runs with one seed agree bit for bit on one machine, and puts large CPU tensors in huge pages, which saves time.
 
     Call this function before any torch function, because torch reads THP_MEM_ALLOC_ENABLE when it first allocates memory.
     Set this variable to 0 to do without huge pages.
@@ -72,7 +72,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
 
 
 def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -> list[torch.optim.Optimizer]:
-    """Creates AdamW. If `train.optimizer` is "muon", also creates Muon, which takes the weight matrices of the blocks.
+    """Creates AdamW. If `train.optimizer` is "muon", also creates Muon, which updates the weight matrices of the blocks.
 
     The two optimisers share a learning rate and a weight decay, since Muon's update is scaled to the root mean square
     of AdamW's update (Liu et al. 2025, "Muon is scalable for LLM training", Section 2.2).
@@ -113,8 +113,8 @@ def make_optimizers(model: nn.Module, config: RunConfig, device: torch.device) -
 def rate_factor(train: Train, step: int, steps: int) -> float:
     """Returns the factor by which the schedule multiplies the learning rate at `step`, 1 ≤ `step` ≤ `steps`.
 
-    The factor rises linearly to 1 at step `warmup_steps`. After this step, the factor stays 1, or falls to 0 at the last
-    step along half a period of a cosine.
+    The factor rises linearly to 1 at step `warmup_steps`. Then it stays 1 if the schedule is "constant". Otherwise it
+    follows half a period of a cosine, and reaches 0 at the last step.
     """
     if step <= train.warmup_steps:
         return step / train.warmup_steps
@@ -138,7 +138,7 @@ def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor
 
 @dataclass
 class Progress:
-    """The progress of a training. `history` holds the points of the curves."""
+    """The progress of a training run. `history` holds the points of the curves."""
 
     step: int = 0
     epoch: int = 0
@@ -147,22 +147,22 @@ class Progress:
 
 
 class Observer:
-    """Observes a training without affecting its results."""
+    """Observes a training run without affecting its results."""
 
     def on_step(self, num_images: int) -> None:
-        """Called after a step over `num_images` images was queued on the device."""
+        """Called after a training step on `num_images` images was queued on the device."""
 
     def on_interval(self) -> None:
         """Called before an evaluation, once the device has finished all steps."""
 
     def on_evaluation(self) -> None:
-        """Called after a point was added to the history, when a checkpoint can be written."""
+        """Called after a point was added to the history. At this time, a checkpoint can be written."""
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
-    """Loads the data of a training.
+    """Loads the data of a training run.
 
-    In a search for parameters, `train.held_out` random training images, the same for every seed, replace the test images.
+    If `train.held_out` is not 0, that many random training images, the same for every seed, replace the test images.
     """
     data = idx.read_data(idx.folder(config.data.source), config.data.pixel_scaling, device)
     count, total = config.train.held_out, len(data.train_labels)
@@ -194,7 +194,7 @@ class Training:
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:
-        """Trains from the current progress to the last epoch, or until the run diverges.
+        """Trains from the current step to the end of the last epoch, or until the run diverges.
 
         Raises:
             UserError: the loss of the initial model is not finite.
@@ -215,7 +215,7 @@ class Training:
 
     def _run_epoch(self, observer: Observer) -> None:
         progress, total = self.progress, _Total(self.device)
-        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch taken by an interrupted process
+        done = progress.step - progress.epoch * self.sampler.steps  # steps of this epoch that an interrupted process took
         for i, (images, labels) in enumerate(self.batches(progress.epoch, done), done + 1):
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
@@ -230,13 +230,13 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Evaluates the model on the test set, and adds a point. `train` is the mean train loss and train accuracy."""
+        """Evaluates the model on the test set, and records a point. `train` is the mean training loss and accuracy."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
 
     def batches(self, epoch: int, done: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the images and labels of each step of an epoch, after the first `done` steps."""
+        """Yields the images and labels of each step of an epoch, but skips the first `done` steps."""
         order = self.sampler.order(self.seed, epoch).to(self.device)
         for batch in order.split(self.config.train.batch_size)[done : self.sampler.steps]:
             yield self.data.train_images[batch], self.data.train_labels[batch]
@@ -284,10 +284,10 @@ class Training:
 
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
-        """Multiplies the change of every parameter inside the context by the schedule's factor.
+        """Multiplies the change that the context's body makes to each parameter by the schedule's factor.
 
-        The updates of AdamW and Muon are proportional to the learning rate. The rate itself cannot be scaled: torch's Muon
-        accepts only a float, which a CUDA graph would record as a constant.
+        This has the same effect as scaling the learning rate, because the updates of AdamW and Muon are proportional to it.
+        The rate itself cannot be scaled: torch's Muon accepts only a float, which a CUDA graph would record as a constant.
         """
         if self.rate_factor is None:
             yield

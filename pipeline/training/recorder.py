@@ -1,4 +1,4 @@
-"""Trains a run, and writes its record, curves, weights and checkpoints."""
+"""Carries out a training run, and writes its record, curves, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
-FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders of old settings are deleted
+FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders left by other settings are deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")
 # Errors that reading a damaged checkpoint can raise
@@ -42,7 +42,7 @@ Watch = Callable[[Training], list[dict[str, float]]]
 def train(
     run: Run, config: RunConfig, *, watch: Watch | None = None, eager: bool = False, seconds_before: float = 0.0
 ) -> RunRecord:
-    """Trains a run and writes its files. Resumes an interrupted run. Uses CUDA if available.
+    """Carries out a training run and writes its files. Resumes an interrupted run. Uses CUDA if available.
 
     Args:
         watch: called at every point of the curves; returns rows of watched.csv.
@@ -50,7 +50,7 @@ def train(
         seconds_before: seconds that the process has spent on imports.
 
     Returns:
-        The record of this training, even if another training of the same run has meanwhile overwritten record.json.
+        The record that this call wrote, even if another process has meanwhile overwritten record.json.
     """
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
@@ -69,13 +69,13 @@ def train(
 
 @dataclass
 class Times:
-    """The times, the commits and the rows of watched.csv of a run, none of which affects the training."""
+    """The times of a run, its commits, and its rows of watched.csv. None of them affects the training."""
 
     started_at: str = field(default_factory=provenance.now)
-    timestamps: list[int] = field(default_factory=list)  # Unix milliseconds of each point of the curves
+    timestamps: list[int] = field(default_factory=list)  # time of each point of the curves, in Unix milliseconds
     seconds: float = 0.0  # without the phase "start"
     training_seconds: float = 0.0  # without the evaluations
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # seconds
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # seconds per phase
     images: int = 0
     commits: list[str | None] = field(default_factory=list)  # commit of each process that trained the run
     dirty: bool | None = None  # True if any process ran code with uncommitted changes
@@ -83,13 +83,13 @@ class Times:
 
 
 def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> str:
-    """Returns a digest of everything that determines the bits of a training. Only a checkpoint with this key is resumed."""
+    """Returns a digest of everything that determines a run's exact results. Resuming requires a checkpoint with this key."""
     machine = [provenance.device_name(device), torch.get_num_threads(), torch.__version__]
     return files.json_digest([config, seed, data_sha256, NUMERICS, *machine])
 
 
 class Recorder(Observer):
-    """Writes the files of a training: to a scratch folder at every point of the curves, and to `Run.files` at the end."""
+    """Writes the files of a run: to a scratch folder at every point of the curves, and to `Run.files` at the end."""
 
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
@@ -100,7 +100,7 @@ class Recorder(Observer):
         self.times = Times()
 
     def restore(self) -> None:
-        """Resumes the training from its checkpoint, if any. Raises UserError if the checkpoint is damaged."""
+        """Resumes the training from its checkpoint, if one exists. Raises UserError if the checkpoint is damaged."""
         path = self.scratch / "checkpoint.pt"
         if path.exists():
             try:
@@ -161,7 +161,7 @@ class Recorder(Observer):
         self.times.seconds = self._before + time.perf_counter() - self._start
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json, with the last point of the curves, not the best."""
+        """Returns the content of metrics.json. It holds the last point of the curves, not the best one."""
         progress = self.training.progress
         last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
         return last | {
@@ -234,7 +234,7 @@ def save_checkpoint(path: Path, training: Training, times: Times) -> None:
         "progress": asdict(training.progress),
         "times": asdict(times),
     }
-    # Given a path in place of a buffer, torch.save would also store the name of the file.
+    # If torch.save wrote to a path and not to a buffer, it would also store the name of the file.
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()

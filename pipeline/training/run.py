@@ -1,12 +1,12 @@
 """Names and reads the files of a run.
 
     paper_outputs/runs/STUDY/NAME/SEED/           history.csv, metrics.json, record.json, and watched.csv if the study
-                                                  watches its models; git tracks these files
+                                                  measures its models during training; git tracks these files
     paper_outputs/weights/STUDY/NAME/SEED.safetensors
     paper_outputs/evaluations/VARIANT/SEED/       evaluation.json of Table 2's runs
 
-STUDY is "table_2", the name of a study, or "tries" for the user's experiments, which git does not track. Every reader of a
-run first calls `Run.record`, which verifies the files.
+STUDY is "table_2", the name of a study, or "tries" for the user's experiments, which git does not track. Code that
+reads a run first calls `Run.record`, which verifies the files.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TABLE_2, TRIES = "table_2", "tries"
 CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
-# Older values of osa.NUMERICS whose runs remain valid. From 1 to 2, only the last digits of the method "exact" changed, and
+# Older values of osa.NUMERICS whose runs remain valid. The change from 1 to 2 affected only the last digits of "exact", and
 # the results of "newton_schulz" at norms that only a failing initialisation reaches.
 EARLIER_NUMERICS = (1,)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training of one variant, with overrides, from one seed."""
+    """A training run of one variant, with overrides and a seed."""
 
     variant: str
     seed: int
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files that a training writes besides its record."""
+        """The files that training writes in addition to the record."""
         return {
             "weights": self.weights,
             "history": self.folder / "history.csv",
@@ -90,12 +90,12 @@ class Run:
 
     @property
     def scratch(self) -> Path:
-        """The folder of the run while it trains. `Recorder` appends a key to the folder's name."""
+        """The folder for the run's files during training. `Recorder` appends a key to the folder's name."""
         return SCRATCH / self.study / self.name / str(self.seed)
 
     @property
     def stage(self) -> str:
-        """DVC's name for the stage of a run of Table 2."""
+        """The name of the DVC stage that trains this run of Table 2."""
         return f"train@{self.variant}-{self.seed}"
 
     @property
@@ -109,7 +109,7 @@ class Run:
         return f"python -m pipeline fan_out --only '{self}'"
 
     def record(self) -> RunRecord | None:
-        """Reads the run's record and verifies the files of the run. Returns None if no training of the run has ended.
+        """Reads the run's record and verifies the files of the run. Returns None if the run has no record.
 
         The weights file may be absent, because git keeps only the weights of Table 2's runs.
 
@@ -125,7 +125,7 @@ class Run:
         return record
 
     def ended_record(self) -> RunRecord:
-        """Returns the same as `record`, but raises UserError if no training of the run has ended."""
+        """Returns the same as `record`, but raises UserError if the run has no record."""
         if (record := self.record()) is None:
             raise UserError(f"{self.folder} holds no run: train it with `{self.command}`.")
         return record
@@ -139,7 +139,7 @@ class Run:
         return record is not None and matches(record, config)
 
     def metrics(self) -> dict:
-        """Returns the last point of the curves, and whether the run diverged."""
+        """Returns the content of metrics.json, such as the last point of the curves and whether the run diverged."""
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Lists and reads the files of a folder or of a tar or zip archive. It does not unpack archives to disk."""
+"""Lists and reads the files in a folder, or in a tar or zip archive without unpacking it to disk."""
 
 import stat
 import tarfile
@@ -15,7 +15,7 @@ UNSEEN = {"__MACOSX", "Thumbs.db", "ehthumbs.db", "desktop.ini", "Icon\r", "@eaD
 UNSEEN |= {"#recycle", "#snapshot", "$RECYCLE.BIN", "System Volume Information", "lost+found"}
 # Errors that reading a damaged archive can raise
 DAMAGES = (OSError, EOFError, RuntimeError, ValueError, tarfile.TarError, zipfile.BadZipFile)
-UNIX = (3, 19)  # `create_system` in a zip from Unix and macOS, where a name may contain a backslash
+UNIX = (3, 19)  # `create_system` of zip files made on Unix or macOS, where file names may contain backslashes
 Entry = TypeVar("Entry", zipfile.ZipInfo, tarfile.TarInfo)
 # The name of a file, its size in bytes, and a function that reads the file. The function is None for links and devices.
 Member = tuple[str, int, Callable[[], bytes] | None]
@@ -46,7 +46,7 @@ def in_folder(folder: Path, base: Path) -> Iterator[Member]:
 
 
 def in_archive(path: Path) -> Iterator[Member]:
-    """Yields the members of an archive. Of members with equal names, yields the last, which unpacking would keep."""
+    """Yields the members of an archive. If members share a name, yields only the last, which unpacking would keep."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -78,7 +78,7 @@ def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """Returns the last entry with each name, in the order of the archive, because reading in this order is fastest."""
+    """Returns the last entry of each name. Keeps the order of the archive, because reading in this order is fastest."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file

@@ -1,7 +1,7 @@
 """Fetches a data set as four verified files in data/SOURCE.
 
 The command also writes the digest of the data set to paper_outputs/data/SOURCE.txt. Published data sets come from the first
-mirror that works. An environment variable such as OSA_MNIST_MIRROR names a folder or URL to try before the mirrors.
+mirror that works. An environment variable such as OSA_MNIST_MIRROR can name a folder or URL to try before the mirrors.
 """
 
 import base64
@@ -56,10 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fetch(source: str) -> None:
-    """Downloads the files of a data set that are missing or damaged. A failed download leaves the old files in place.
+    """Downloads a data set's missing or damaged files. If a download fails, the old files stay in place.
 
     Raises:
-        UserError: no mirror delivered a file.
+        UserError: a file could not be downloaded from any mirror.
     """
     mirrors, digests = published(source)
     variable = f"OSA_{source.upper()}_MIRROR"
@@ -96,7 +96,7 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
 
 
 def published(source: str) -> tuple[list[str], dict[str, str]]:
-    """Returns the mirrors of a data set, and the digest of each file by name."""
+    """Returns the mirrors of a data set, and a dict that maps each file's name to its digest."""
     if source == "mnist":
         return list(MIRRORS), FILES
     from torchvision import datasets  # takes seconds to import
@@ -133,7 +133,7 @@ def _digest_like(content: bytes | bytearray, known: str) -> str:
 
 
 def _convert_cifar(archive: Path) -> None:
-    """Converts CIFAR-10's archive, already verified, to the IDX files that training reads."""
+    """Converts CIFAR-10's verified archive to the IDX files that training reads."""
     from torchvision.datasets import CIFAR10
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 Published data sets are gzipped IDX files (LeCun, Cortes and Burges, "The MNIST database of handwritten digits"). Such a file
 begins with big-endian 32-bit words: the magic number 0x0800 + (number of dimensions), and the size of each dimension. The
-array follows, as unsigned bytes in C order. The user's images are memory-mapped NumPy files.
+array follows, as unsigned bytes in C order. The user's images are stored as NumPy files, which are memory-mapped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Images:
 
 @dataclass(frozen=True)
 class DataSet:
-    """The images, and the labels (n,) int64, of both splits. `sha256` is the digest of the stored bytes."""
+    """The images and labels of both splits. Labels are (n,) int64. `sha256` is the digest of the stored bytes."""
 
     train_images: Images
     train_labels: torch.Tensor
@@ -80,7 +80,7 @@ class DataSet:
     sha256: str
 
     def hold_out(self, which: torch.Tensor) -> DataSet:
-        """Returns a data set whose test images are the training images at the indices `which`, int64.
+        """Returns a data set whose test images are the training images at the int64 indices `which`.
 
         The other training images remain for training.
         """
@@ -141,9 +141,9 @@ def _check_memory(folder: str | Path, needed: int, device: torch.device) -> None
 
 
 def data_digest(folder: str | Path, num_own_classes: int | None = None) -> str:
-    """The SHA-256 of train images, train labels, test images and test labels, one after another.
+    """The SHA-256 of train images, train labels, test images and test labels, concatenated in this order.
 
-    `num_own_classes` is the number of classes of the user's images. It is needed if their description is not yet written.
+    `num_own_classes` is the number of classes of the user's images. Pass it if the images have no description file yet.
     """
     return _digest(_read(folder, num_own_classes or _num_own_classes(folder)))
 
@@ -179,16 +179,16 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 def _histogram(images: np.ndarray) -> np.ndarray:
     """Returns the number of pixels of each level, (256,)."""
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
-    for start in range(0, len(pixels), 2**20):  # saves memory, since `bincount` converts pixels to 64 bits
+    for start in range(0, len(pixels), 2**20):  # in pieces, to save memory: `bincount` converts pixels to 64 bits
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
     return counts
 
 
 def write_own(path: Path, shape: tuple[int, ...], dtype: np.dtype, parts: Iterable[np.ndarray]) -> None:
-    """Writes an array in NumPy's format, part by part, since the array may exceed the memory.
+    """Writes an array in NumPy's format, part by part, since the array may not fit in memory.
 
     Raises:
-        UserError: the file cannot be written, as when the disk is full.
+        UserError: the file cannot be written, for example because the disk is full.
     """
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     try:
@@ -213,7 +213,7 @@ def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
 
 
 def num_train_images(folder: str | Path) -> int:
-    """Returns the number of the user's training images. Raises UserError if the file of their labels cannot be used."""
+    """Returns the number of the user's training images. Raises UserError if their labels file cannot be used."""
     return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
 
 
@@ -265,7 +265,7 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     values = np.frombuffer(content, np.uint8, offset=header_size)
     if values.size != math.prod(shape):
         raise _unusable(path, f"has {values.size} values where its header says {math.prod(shape)}")
-    return values.reshape(shape).copy()  # without the copy, the array is read-only
+    return values.reshape(shape).copy()  # without the copy, the array would be read-only
 
 
 def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:

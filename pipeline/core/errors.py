@@ -1,4 +1,4 @@
-"""Parses the arguments of commands, and reports in one sentence each error that a user can fix."""
+"""Parses command-line arguments, and prints a one-sentence message for an error that the user can fix."""
 
 import argparse
 import difflib
@@ -19,11 +19,11 @@ def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command's `main`: prints a UserError, or an OSError about a file, in one line and exits with status 1."""
+    """Wraps a command's `main`. On a UserError, or an OSError about a file, prints one line and exits with status 1."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a label may hold a letter that the terminal cannot encode
+        if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may be unable to encode a character
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             return main(*args, **kwargs)

@@ -17,8 +17,8 @@ from pipeline.core.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd  # slow to import, and not needed to train
 
-ROOT = Path(__file__).resolve().parents[2]  # of the repository
-DIGITS = 6  # significant digits in files; later digits depend on the number of threads
+ROOT = Path(__file__).resolve().parents[2]  # root folder of the repository
+DIGITS = 6  # significant digits of numbers in files; further digits depend on the number of threads
 
 
 def resolve_user_path(path: str) -> Path:
@@ -31,7 +31,7 @@ def resolve_user_path(path: str) -> Path:
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Writes a file and creates its folder. Raises UserError if the file cannot be written, as when the disk is full."""
+    """Writes a file and creates its folder. Raises UserError if the file cannot be written, for example on a full disk."""
     path = Path(path)
     try:
         try:
@@ -53,7 +53,7 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file, and renames it to `path` once complete. Removes temporary files of killed processes."""
+    """Opens a temporary file, and renames it to `path` when complete. Removes temporary files left by killed processes."""
     temporary = path.with_name(f"{path.name}.tmp.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f"{glob.escape(path.name)}.tmp.*"):
@@ -89,7 +89,7 @@ def write_json(path: str | Path, value: object) -> None:
 
 
 def as_json(value: object, sort_keys: bool = True) -> str:
-    """Formats `value` as JSON. Equal values give equal text. NaN and infinities become null."""
+    """Formats `value` as JSON. NaN and infinities become null. With `sort_keys`, the order of dict keys has no effect."""
     return json.dumps(_finite(value), indent=2, sort_keys=sort_keys, allow_nan=False) + "\n"
 
 
@@ -121,7 +121,7 @@ def read_csv(path: str | Path) -> pd.DataFrame:
 
 
 def rounded(value: float) -> float:
-    """Rounds `value` to DIGITS significant digits, so that texts show the same number as files."""
+    """Rounds `value` to DIGITS significant digits, so that printed text and files show the same number."""
     return float(f"{value:.{DIGITS}g}")
 
 

@@ -29,7 +29,7 @@ def run(*arguments: str, folder: Path | None = None, given: list[str] | None = N
     for name, value in SETTINGS.items():
         command += ["-c", f"{name}={value}"]
     stdin = b"".join(os.fsencode(item) + b"\0" for item in given or [])
-    # GIT_DIR and similar variables may point to another repository. GIT_CONFIG_* locate the user's configuration.
+    # Drops GIT_DIR and the like, which may point to another repository. Keeps GIT_CONFIG_*, the user's configuration.
     kept = {name: text for name, text in os.environ.items() if name.startswith("GIT_CONFIG_") or name[:4] != "GIT_"}
     try:
         done = subprocess.run([*command, *arguments], cwd=folder, env=kept | FORM, input=stdin, capture_output=True)

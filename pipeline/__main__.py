@@ -1,4 +1,4 @@
-"""Runs a command: `python -m pipeline` lists all commands, `python -m pipeline train --help` explains one."""
+"""Runs a command. `python -m pipeline` lists all commands, and `python -m pipeline train --help` explains `train`."""
 
 import ast
 import importlib

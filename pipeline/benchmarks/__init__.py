@@ -1,1 +1,1 @@
-"""Scripts that time the project against its alternatives, side by side in one process."""
+"""Scripts that time our code and its alternatives, most of them side by side in one process."""

@@ -1,4 +1,4 @@
-"""Times an attention call at a growing number of tokens, with every method and every alternative:
+"""Times attention calls with growing numbers of tokens, for every method and every alternative:
 `python -m pipeline benchmarks.attention`.
 
 Orthogonal attention is computed with each method, with the paper's formulas as written, and with the dense `matrix_exp`. The
@@ -66,7 +66,7 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError if a row is more than `ALLOWANCE` times as fast as the peak. Then the clock or the count is wrong."""
+    """Raises UserError if a row is faster than `ALLOWANCE` × peak: its time or operation count must then be wrong."""
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
         raise UserError(
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
                 if fits(method, route, direction, tensors[0], last.get((method, width, direction))):
                     calls[method, width, direction] = forward if direction == FORWARD else forward.with_backward()
         samples = cost.sample_seconds(calls, options.repeats, SAMPLE_SECONDS, order, device)
-        peak = max(peak, measurements.peak(device, dtype))  # again, because the machine may have been busy before
+        peak = max(peak, measurements.peak(device, dtype))  # measured again, because the machine may have been busy before
         errors = {method: error_of(calls, method, width) for method in {key[0] for key in calls}}
         for key, seconds in samples.items():
             times, of = measurements.quantiles(seconds), cost.cost(calls[key], device)
@@ -154,7 +154,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
 
 
 def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `function` to compute in float32 for inputs of any type, because torch.linalg has no bfloat16."""
+    """Wraps `function` to compute in float32 for inputs of any type, because torch.linalg lacks bfloat16."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return function(query.float(), key.float(), value.float()).to(value.dtype)
@@ -168,10 +168,10 @@ def by_backend(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -
 
 
 def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
-    """Returns whether `function` computes attention and gradients of the first few tokens without an error."""
+    """Returns whether `function` computes attention and gradients for the first few tokens without an error."""
     few = tuple(tensor[..., :SMALLEST, :] for tensor in tensors)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns why a backend refuses the inputs
+        warnings.simplefilter("ignore")  # torch explains in warnings why a backend refuses the inputs
         try:
             Call(function, few).with_backward()()
         except RuntimeError:
@@ -182,7 +182,7 @@ def takes(function: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> bool:
 def fits(method: str, route: Route, direction: str, query: Tensor, before: tuple[int, float] | None) -> bool:
     """Returns whether to time a call, judged by its memory and by its predicted time.
 
-    `before` holds the tokens and the seconds of the route's last measurement, or is None if there is none.
+    `before` is (tokens, seconds) of the route's last measurement, or None if the route has not been measured yet.
     """
     *batch, tokens, width = query.shape
     if method == "literal_qr" and direction == BOTH and tokens < 2 * width:

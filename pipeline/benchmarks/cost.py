@@ -66,9 +66,9 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     """Counts the multiply–adds of a call and measures its peak memory.
 
     We count the matrix products that torch's profiler sees. A library routine, such as a factorisation, hides its products
-    from the profiler, so formulas count them. A kernel of `osa` hides its products too, so we count the products of the
-    plain route. Element-wise work is not counted. The call runs on one thread, because operators on the CPU allocate
-    workspace for each thread.
+    from the profiler, so we count them by formula. A kernel of `osa` hides its products too, so we count those of the
+    plain route, the same computation in torch. Element-wise work is not counted. The call runs on one thread, because
+    operators on the CPU allocate workspace for each thread.
 
     Raises:
         LookupError: the call runs a linear-algebra or attention routine for which this file has no formula, or an operator
@@ -120,7 +120,7 @@ def product(a: list[int], b: list[int]) -> int:
 def qr(shape: list[int]) -> int:
     """Returns the multiply–adds of the reduced QR decomposition of (..., N, r) by Householder reflections.
 
-    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. We count a
+    LAPACK's geqrf finds the k = min(N, r) reflections, and orgqr multiplies them into the N×k basis. We count one
     multiply–add for every two floating-point operations (Golub & Van Loan, Section 5.2).
     """
     *batch, n, r = shape

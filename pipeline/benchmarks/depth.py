@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     loaded: dict[str, idx.DataSet] = {}
     steps = {}
     for model in tqdm(MODELS, desc="prepare", disable=None):
-        # the learning rate and α do not affect the time
+        # the default learning rate and α suffice, since neither affects the time
         deep: params.Overrides = {"model": {"depth": options.depth}}
         config = params.resolve_recipe(settings, paper, model, deep)
         steps[model] = our_step(training_from(model, INITIALISED, with_whole_batches(config), loaded, device))

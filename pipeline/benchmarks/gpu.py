@@ -44,7 +44,7 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-# ‖S‖₂; in the paper's models, the median over the heads of a trained block is 0.2 to 1.6; ViT-B/16 begins with 6
+# Values of ‖S‖₂. In the paper's trained models, the median over a block's heads is 0.2 to 1.6. ViT-B/16 begins with 6.
 NORMS = (2.0, 6.0, 40.0)
 TINY_NORMS = NORMS[:2]  # Triton's interpreter takes long at a norm of 40
 Rows = Iterator[dict]
@@ -76,7 +76,7 @@ ERRORS = ("output", "query", "key", "value")  # columns with the relative errors
 
 
 def forms(tiny: bool) -> Rows:
-    """Measures each form of a kernel in a separate process. Several run at once: a kernel may compile for a minute."""
+    """Measures each form of a kernel in a separate process, several at once, since a kernel may take a minute to compile."""
     chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
 
     def tried(index: int) -> list[dict]:
@@ -133,7 +133,7 @@ def random_inputs(
 ) -> tuple[list[Tensor], float]:
     """Returns Gaussian query, key and value, and the scale c for which the largest ‖S‖₂ of the first two heads is `norm`.
 
-    ‖S‖₂ is the spectral radius of c J MᵀM, for M = [Q, K].
+    ‖S‖₂ is the spectral radius of c J MᵀM, for M = [Q, K] and the matrix J of `linalg.apply_j`.
     """
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
@@ -186,7 +186,7 @@ SPLIT = (  # batch, heads, tokens, width, type
 
 
 def split(tiny: bool) -> Rows:
-    """Times a call and its gradients with our kernels, with torch's matrix products, and with torch's own attention."""
+    """Times a call and its gradients with our kernels, with torch's matrix products, and with torch's softmax attention."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
         methods: tuple[Method, ...] = ("exact", "newton_schulz")
@@ -215,7 +215,7 @@ def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call without and with its gradients, replayed from a CUDA graph and run eagerly."""
+    """Times a call without and with gradients, each replayed from a CUDA graph and run eagerly."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)
@@ -230,7 +230,7 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """Returns the time between the launches of a call, or None if the launches by themselves take longer than the call."""
+    """Returns the time between the launches of a call, or None if the launches, timed one by one, take longer."""
     left = whole - sum(shares)
     return left if left >= 0 else None
 
@@ -242,7 +242,7 @@ def differentiate(call: Callable, wanted: list[Tensor], inputs: list[Tensor]) ->
 
 
 def launches_of(work: Callable[[], tuple]) -> list[tuple[str, Callable[[], tuple]]]:
-    """Lists the kernel launches of `work`: a name, such as "1 forward_kernel", and a function that repeats the launch."""
+    """Lists the kernel launches of `work`, each as a name, such as "1 forward_kernel", and a function that repeats it."""
     from osa.kernels import launch
 
     start, found = launch.launch, []
@@ -262,10 +262,10 @@ def again(start: Callable, given: tuple) -> tuple:
 
 
 def vit_b16(tiny: bool) -> Rows:
-    """Times a step of ViT-B/16 on 128 images, in bfloat16 with autocast. All models have skips and LN.
+    """Times a training step of ViT-B/16 on 128 images, in bfloat16 with autocast. All models have skips and LN.
 
-    The models differ only in attention. ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`. It is 1.5 for α = 0.025, a norm
-    that the paper's trained models reach.
+    The models differ only in attention. ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`. For α = 0.025 it is 1.5, which
+    the paper's trained models reach too.
     """
     small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
@@ -392,7 +392,7 @@ class Stopwatch:
 
 
 def profile(tiny: bool) -> Rows:
-    """Yields the slowest kernels (on a CPU, operators) of one call and its gradients, for ViT-B/16 and a long sequence."""
+    """Yields the slowest kernels (operators on a CPU) of one call and its gradients, for ViT-B/16 and a long sequence."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
         inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])
@@ -451,7 +451,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="use a tiny size; on a CPU, with Triton's interpreter")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="seconds for all parts (default: %(default)s)")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # the time at which a part's own process stops
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # the time at which the process of a part stops
     parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if DEVICE.type != "cuda" and not chosen.rehearse:
@@ -479,7 +479,7 @@ def main() -> None:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> None:
-    """Measures one form or one part. This is the work of a child process."""
+    """Measures one form or one part, in a child process."""
     if chosen.form is not None:
         norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
         for row in form(norms, *found[chosen.form]):
@@ -564,7 +564,7 @@ def first_look(folder: Path) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Returns the rows of a table, or none if the file is missing."""
+    """Returns the rows of a table, or [] if the file is missing."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 SEED = 0
-NORM = 2.0  # ‖S‖₂. For trained heads, the medians over a block are 0.2 to 1.6, and the maximum over all blocks is 4.3.
+NORM = 2.0  # ‖S‖₂. In trained models, the median over a block's heads is 0.2 to 1.6, and the maximum over all heads is 4.3.
 DECAY = 1.0  # column k of Q and K has standard deviation k^−DECAY, because a few directions dominate S in trained heads
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Query, key and value of one head, each (1, 1, N, d), and the scale for which ‖S‖₂ is a given norm."""
+    """Query, key and value of one head, each (1, 1, N, d), and the scale for which ‖S‖₂ has a given value."""
 
     query: Tensor
     key: Tensor

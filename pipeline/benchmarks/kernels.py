@@ -1,11 +1,11 @@
 """Lists the resources of each kernel in osa/kernels: `python -m pipeline benchmarks.kernels`. Needs Triton but no GPU.
 
 The script compiles each kernel for each architecture, and writes a row to paper_outputs/benchmarks/kernels.csv. It compiles
-a kernel again only if the compiler's input has changed, and warns if the kernel then takes more resources. Its columns
-include:
+a kernel again only if the compiler's input has changed, and warns if the kernel then takes more resources. The table has
+these columns among others:
 
 registers            number of registers per thread
-spilled_bytes        number of bytes that a thread spills, the sum of stores and loads
+spilled_bytes        number of bytes that a thread spills: stores plus loads
 shared_bytes         bytes of shared memory per program
 programs_by_memory   number of programs that fit on a multiprocessor if only shared memory limits them
 programs             number of programs that fit on a multiprocessor
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def committed_rows() -> dict[Key, dict[str, str]]:
-    """Returns the rows of kernels.csv by key, or none if the file is missing."""
+    """Returns the rows of kernels.csv by key, or {} if the file is missing."""
     if not (ROOT / TABLE).exists():
         return {}
     rows = pd.read_csv(ROOT / TABLE, dtype=str, keep_default_na=False).to_dict("records")
@@ -141,7 +141,7 @@ def code(kernel) -> dict[str, str]:
 
 
 def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> list[Launch]:
-    """Lists the launches of a forward and a backward pass, for heads of one width.
+    """Lists the kernel launches of a forward and a backward pass, for heads of one width.
 
     Kernels for long sequences get `MANY` tokens. Kernels for short sequences get the most tokens that they accept.
     """
@@ -170,7 +170,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A kernel that both passes launch counts once.
+    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A kernel that both passes launch is kept once.
     if form == "parts":
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found
@@ -184,7 +184,7 @@ def name(launched: Launch) -> str:
 
 
 def resources(launched: Launch, architecture: int) -> dict:
-    """Compiles a launch and returns the numbers of its row."""
+    """Compiles the kernel of a launch and returns the kernel's numbers for the table."""
     compiled = compile_kernel(launched, architecture)
     (target,) = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +213,7 @@ def resources(launched: Launch, architecture: int) -> dict:
 
 
 def is_worse(row: dict, than: dict) -> bool:
-    """Returns whether a kernel takes more resources according to its new row than according to its old row, `than`."""
+    """Returns whether a kernel takes more resources in its new row, `row`, than in its old row, `than`."""
     return (
         not set(row["warnings"].split()) <= set(than["warnings"].split())
         or any(int(row[name]) > int(than[name]) for name in ("spilled_bytes", "shared_bytes"))

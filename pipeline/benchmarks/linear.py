@@ -1,6 +1,6 @@
-"""Linear attention, a substitute for softmax attention that takes time linear in the number of tokens.
+"""Linear attention, which replaces softmax attention and takes time linear in the number of tokens.
 
-With features φ of queries and keys, row i of the output is φ(qᵢ)ᵀ Σⱼ φ(kⱼ) vⱼᵀ / φ(qᵢ)ᵀ Σⱼ φ(kⱼ). Tensors are (..., N, d).
+With a feature map φ, row i of the output is (φ(qᵢ)ᵀ Σⱼ φ(kⱼ) vⱼᵀ) / (φ(qᵢ)ᵀ Σⱼ φ(kⱼ)). Tensors are (..., N, d).
 """
 
 import math
@@ -18,8 +18,8 @@ def elu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def favor(projection: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Returns FAVOR+ attention, an estimate of softmax attention at scale 1/√d (Choromanski et al. 2021, arXiv 2009.14794).
 
-    φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x and Ω = `projection`, (m, d). To avoid overflow we divide the features of
-    each query by their maximum, and the features of a head's keys by the maximum over all these keys. The factors cancel.
+    φ(x) = exp(Ωy − ‖y‖²/2) with y = d^(−1/4) x and Ω = `projection` (m, d). To avoid overflow, we divide the features of
+    each query by their maximum, and the features of all keys of a head by their common maximum. These factors cancel.
     """
     exponents = []
     for x in (query, key):

@@ -21,7 +21,7 @@ INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
 SDPA, BEST = "sdpa", "best SDPA"  # softmax attention with the backend that torch chooses, and with the fastest one
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
-# size of square matrices → number of samples. A small product often ends before the system interrupts the process.
+# size of square matrices → number of samples. Small products are included, as they often end before an interruption.
 PEAK_SIZES = {256: 50, 512: 20, 2048: 3}
 
 
@@ -49,10 +49,10 @@ def quantiles(seconds: list[float] | NDArray) -> dict[str, float]:
 def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Returns the floating-point operations per second of the fastest matrix product up to 2048×2048, in float32 or `dtype`.
 
-    TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. We measure the
-    time with the wall clock, because the peak serves to check the clock of `seconds` in benchmarks/cost.py.
+    TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. We measure with
+    the wall clock, because the peak serves to check the times from `seconds` in benchmarks/cost.py (CUDA events on CUDA).
     """
-    # several products in a row on CUDA, where reading a result takes long
+    # on CUDA, several products in a row, because reading a result takes long there
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"
@@ -82,7 +82,7 @@ def measured(name: str) -> list[Path]:
     """Returns the paths of all files of this name, such as step.json, in the folders of all machines.
 
     Raises:
-        UserError: a machine's files have changed since they were measured.
+        UserError: a machine's files have changed since they were written.
     """
     paths = sorted(BENCHMARKS.glob(f"*/{name}"))
     for folder in {path.parent for path in paths}:

@@ -1,9 +1,9 @@
 """Times building and applying an orthogonal linear layer, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
-rotations), and the steps of pipeline/benchmarks/post.py. At each size all layers take turns in rounds of shuffled order, and
-we divide each time by the time of `nn.Linear` in the same round. The results go to orthogonal.csv and orthogonal.json in
-paper_outputs/benchmarks/HARDWARE/.
+rotations), and the blog post's in pipeline/benchmarks/post.py. At each size all layers take turns in rounds of shuffled
+order, and we divide each layer's time by the dense layer's time in the same round. The results go to orthogonal.csv and
+orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -36,11 +36,11 @@ TRAINING_TOKENS = 6400  # 128 images of 50 tokens
 SEED = 0
 SMALLEST = 16  # n of the smallest layer
 TOKENS = (1, 128, TRAINING_TOKENS)
-STD = 0.01  # standard deviation of the parameters, as in the post
+STD = 0.01  # standard deviation of the parameters, as in the blog post
 SAMPLE_SECONDS = 0.02  # minimum duration of a sample; a shorter call is repeated
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
-POWER = 2.5  # we predict that a time grows as n^POWER: it grows as n² for many tokens, and as n³ for few tokens
-LARGEST_GIVENS = 128  # maximum n for the post's Givens rotations, since autograd stores n(n − 1)/2 results
+POWER = 2.5  # for predictions, time grows as n^POWER, a compromise between n² (many tokens) and n³ (few tokens)
+LARGEST_GIVENS = 128  # maximum n for the blog post's Givens rotations, since autograd stores n(n − 1)/2 results
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]  # columns that identify a row
 
@@ -51,7 +51,7 @@ Key = tuple[str, str, int, int, str]
 class Layer:
     """A linear layer.
 
-    function     (tokens (b, n), parameters) → output
+    function     maps tokens (b, n) and the parameters to the output
     parameters   the parameters of the layer, as one tensor
     free         number of degrees of freedom
     """
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns the layers of width n by map and code.
+    """Returns the layers of width n, keyed by map and code.
 
     Our layers and torch's are initialised with the same weight. Small random numbers are then added to their parameters.
     """
@@ -128,7 +128,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 
 
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
-    """Returns whether to time a call. The dense layer is timed at every size, because it divides the other times.
+    """Returns whether to time a call. The dense layer is timed at every size, because we divide the other times by its time.
 
     `last` holds n and the seconds of the last call with the same map, code, tokens and pass.
     """
@@ -142,7 +142,7 @@ def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
 
 
 def describe(layer: Layer, n: int) -> dict[str, float]:
-    """Returns the sizes of a layer, and ‖WᵀW − I‖₂ of the matrix W that the layer applies in float32."""
+    """Returns a layer's numbers of parameters and of degrees of freedom, and ‖WᵀW − I‖₂ of the matrix W that it applies."""
     w = layer.function(torch.eye(n, device=layer.parameters.device), layer.parameters).detach().double()
     error = orthogonality_error(w).item()
     return {"parameters": layer.parameters.numel(), "free": layer.free, "orthogonality_error": error}

@@ -1,7 +1,7 @@
-"""The layers of the post *Orthogonal Linear Layers in PyTorch*, implemented from its formulas, step by step.
+"""The layers of the blog post *Orthogonal Linear Layers in PyTorch*, implemented from its formulas, step by step.
 
-Part of the post's code does not run: docs/errata.md lists the errors. A layer maps x (tokens, n) and its parameters to x W.
-The parameters of `householder` are m vectors. Every other layer has n(n − 1)/2 angles, one for each plane of `planes`.
+Part of the blog post's code does not run: docs/errata.md lists the errors. A layer maps x (tokens, n) and its parameters to
+x W. The parameters of `householder` are m vectors. Every other layer has n(n − 1)/2 angles, one for each plane of `planes`.
 """
 
 import torch
@@ -18,12 +18,12 @@ def givens(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor, angles: Tensor) -> Tensor:
-    """Returns x exp(A) for the skew-symmetric A with A_ij = θ above the diagonal."""
+    """Returns x exp(A), where A is skew-symmetric and the angles are its entries above the diagonal."""
     return x @ torch.linalg.matrix_exp(_skew(angles, x.shape[-1]))
 
 
 def cayley(x: Tensor, angles: Tensor) -> Tensor:
-    """Returns x (I − A)⁻¹ (I + A). There is no factor ½ before A, so the derivative at 0 is twice the exponential's."""
+    """Returns x (I − A)⁻¹ (I + A), with A as in `exponential`. With no factor ½, its derivative at 0 is twice exp(A)'s."""
     a, identity = _skew(angles, x.shape[-1]), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return x @ torch.linalg.solve(identity - a, identity + a)
 

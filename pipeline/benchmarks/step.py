@@ -1,8 +1,8 @@
 """Times a training step of each model, in our code and in a straightforward script: `python -m pipeline benchmarks.step`.
 
 Our code is the step of `pipeline.training`. On CUDA it is timed with a CUDA graph and without one. The script trains
-`benchmarks.straightforward` with a DataLoader over torchvision's MNIST and torch's default settings. It reads the loss after
-each step. Our code and the script take their steps in one process, in rounds of shuffled order, from the same initial
+the models of straightforward.py with a DataLoader over torchvision's MNIST and torch's default settings. It reads the loss
+after each step. Our code and the script take their steps in one process, in rounds of shuffled order, from the same initial
 weights and, if there are any, from the same trained weights. The rounds also time a large matrix product, which shows the
 speed of the machine. The results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
 """
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
 def prepare(
     variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
 ) -> tuple[dict[Key, StepCall], dict[Key, float]]:
-    """Returns the steps by model, code and weights, and the seconds of each compiled model's first step."""
+    """Returns the steps, keyed by model, code and weights, and the seconds of each compiled model's first step."""
     steps: dict[Key, StepCall] = {}
     compile_seconds: dict[Key, float] = {}
     loaded: dict[str, idx.DataSet] = {}
@@ -104,7 +104,7 @@ def prepare(
 def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
     """Returns the floating-point operations of each step's matrix products.
 
-    A graph and compiled code hide their products, so we count the products of our eager code.
+    CUDA graphs and compiled code hide their products, so we count the products of our eager code.
     """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
@@ -126,12 +126,12 @@ def training_from(
 
 
 def with_whole_batches(config: RunConfig) -> RunConfig:
-    """Drops the smaller last batch of an epoch, so that all steps have the same size."""
+    """Returns a configuration without the smaller last batch of an epoch, so that all batches have the same size."""
     return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
 
 
 def our_step(training: Training) -> StepCall:
-    """Returns a function that performs the next step of a training, epoch after epoch."""
+    """Returns a function that performs the next step of a training run, epoch after epoch."""
     keep_weights(*training.optimizers)
     batches = itertools.chain.from_iterable(map(training.batches, itertools.count()))
     return in_mode(True, lambda: training.step(*next(batches)))
@@ -175,7 +175,7 @@ def keep_weights(*optimizers: torch.optim.Optimizer) -> None:
 
 
 def in_mode(deterministic: bool, step: StepCall) -> StepCall:
-    """Returns a function that performs `step` with torch's deterministic mode on, as in our trainings, or off."""
+    """Returns a function that performs `step` with torch's deterministic mode on or off. Our training runs have it on."""
 
     def call() -> object:
         torch.use_deterministic_algorithms(deterministic)
@@ -185,7 +185,7 @@ def in_mode(deterministic: bool, step: StepCall) -> StepCall:
 
 
 def unpack(source: str, folder: Path) -> None:
-    """Unpacks the files of the fetch stage into the folder in which torchvision looks for MNIST."""
+    """Unpacks the files that the fetch stage stored into the folder in which torchvision looks for MNIST."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     for path in idx.folder(source).glob("*.gz"):
@@ -197,7 +197,7 @@ def ratios(table: pd.DataFrame, settings: Params) -> dict:
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
     straightforward_over_ours   time of the script, divided by the time of our code, for each model and for sums over groups
-    eager_over_ours             time of our eager step, divided by the time of our graph; only on a device with graphs
+    eager_over_ours             time of our step run eagerly, divided by its time as a CUDA graph; only where we use graphs
     """
     paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]

@@ -1,7 +1,7 @@
-"""The models written in the obvious way: torchvision's ViT, and the paper's formulas with the library calls that it names.
+"""The models written in the obvious way: torchvision's ViT, and the formulas and library calls that the paper names.
 
 The formulas are neither optimised nor slowed down: they call torch.linalg.qr and torch.linalg.matrix_exp, and apply Eq. 9 to
-the N×2d_v matrix. With the weights from `load_weights`, a model computes the same function as ours.
+the N×2d_v matrix [Q, K]. With the weights from `load_weights`, a model computes the same function as ours.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RENAMED = {  # part of a parameter's name in `osa.VisionTransformer` → the sam
 def orthogonal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float | Tensor, num_iterations: int | None = None
 ) -> Tensor:
-    """Returns V + B (exp[S] − I) BᵀV, where [S] = BᵀSB (Eq. 5–7). The shape is (..., N, d_v).
+    """Returns V + B (exp[S] − I) BᵀV, where [S] = BᵀSB (Eq. 5–7). Inputs and output are (..., N, d_v).
 
     B is a basis of the columns of M = [Q, K]. It comes from M's reduced QR decomposition, or from `num_iterations`
     Newton–Schulz iterations (Eq. 9).
@@ -81,7 +81,7 @@ class SoftmaxAttention(nn.MultiheadAttention):
 
 
 class Block(nn.Module):
-    """torchvision's block, but without skips or norms if the variant has none."""
+    """torchvision's block, without skips if `skip` is false and without LayerNorm if `norm` is false."""
 
     def __init__(self, attention: nn.Module, embed_dim: int, hidden_dim: int, *, skip: bool, norm: bool) -> None:
         from torchvision.models.vision_transformer import MLPBlock
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """Returns torchvision's ViT, whose blocks are `Block` unless the variant is a ViT with skips and LN."""
+    """Returns torchvision's ViT. Unless the variant is a softmax ViT with skips and LN, `Block` replaces its blocks."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant

@@ -1,1 +1,1 @@
-"""Defines and reads params.yaml, paper.yaml and the records of results, and gives each model its colour and dashes."""
+"""Defines schemas for params.yaml, paper.yaml and result records, reads these files, and sets each model's line style."""

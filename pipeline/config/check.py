@@ -1,6 +1,6 @@
 """Checks params.yaml against its schema.
 
-DVC runs this stage first. The stage's output never changes, so an edited parameter reruns only the stages that use it.
+DVC runs this stage first. Its output never changes, so DVC then reruns only those stages that use an edited parameter.
 """
 
 from pipeline.config import params

@@ -10,13 +10,13 @@ PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7"
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
 # A colour in a figure → a CSS value that follows the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # lowest luminance on the dark page; gives a contrast ratio of 4, while WCAG 2.2 (1.4.11) requires 3
+LEAST_LUMINANCE = 0.2  # of a colour on the dark page; gives a contrast ratio of 4, while WCAG 2.2 (1.4.11) requires 3
 # The models of osa.MODELS. The position of a model here determines its look.
 FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")
 FIXED += ("uspa_causal", "espa_causal", "espa_skip", "softmax_skip", "softmax_skip_nonorm", "osa_iso", "softmax_iso")
 FIXED += ("espa_iso", "uspa_iso", "vskipinit_iso", "vit_section_4", "osa_xavier", "vit_noskip_ji", "vit_noskip_ji_nonorm")
-LOOK_OF_METHOD = {  # method of attention → model with the same look
+LOOK_OF_METHOD = {  # attention method → model with the same look
     "qr": "osa_qr",
     "newton_schulz": "osa_ns",
     "exact": "osa_exact",
@@ -36,8 +36,8 @@ METHOD_LABELS = {
 LINE_WIDTH = 1.6
 STYLE = {
     "svg.hashsalt": "figure_1",  # gives the elements of an SVG the same ids in every run
-    "svg.fonttype": "none",  # does not draw letters as shapes, so that search and screen readers find the text
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so that all machines lay out figures alike
+    "svg.fonttype": "none",  # keeps letters as text instead of outlines, so that searches and screen readers find them
+    "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib, so all machines lay out figures alike
     "font.size": 9,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -66,13 +66,13 @@ class Look:
     dashes: tuple[float, ...]
 
     def line(self, **changes) -> dict:
-        """Keyword arguments for matplotlib's `plot`."""
+        """Keyword arguments for matplotlib's `plot`. `changes` override them."""
         dashes = (0, self.dashes) if self.dashes else "-"
         return {"color": self.colour, "linestyle": dashes, "linewidth": LINE_WIDTH} | changes
 
 
 def look_of(name: str, among: Iterable[str] = ()) -> Look:
-    """Returns the look of a model or of a method of attention. Models outside FIXED get looks in the order of `among`."""
+    """Returns the look of a model or an attention method. Models outside FIXED get the next looks, in `among`'s order."""
     name = LOOK_OF_METHOD.get(name, name)
     own = [other for other in dict.fromkeys((*among, name)) if other not in FIXED]
     place = FIXED.index(name) if name in FIXED else len(FIXED) + own.index(name)

@@ -57,8 +57,8 @@ def _drawable(text: str) -> str:
 
 
 def _is_strange(letter: str) -> bool:
-    """True if the figures' font lacks the letter, or if the letter is written right to left, which figures would reverse."""
-    from matplotlib import font_manager  # slow to import, and labels are mostly ASCII
+    """True if the figures' font lacks the letter, or if its script runs right to left: figures would reverse such text."""
+    from matplotlib import font_manager  # slow to import; ASCII labels, the common case, never get here
 
     font = font_manager.get_font(font_manager.findfont("DejaVu Sans"))
     return not font.get_char_index(ord(letter)) or unicodedata.bidirectional(letter) in ("R", "AL")
@@ -77,7 +77,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class ImageFormat(NamedTuple):
-    """The properties of a data set that determine a model's input and output."""
+    """The properties of a data set that determine the shapes of a model's input and output."""
 
     channels: int
     size: int  # height and width
@@ -152,7 +152,7 @@ class Data(Section):
         return ImageFormat(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """Returns the description of the user's images. Raises UserError if it is absent or describes other images."""
+        """Returns the description of the user's images. Raises UserError if it is absent, damaged or about other images."""
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
@@ -175,12 +175,12 @@ def read_description(folder: str | Path) -> Description:
 def options(
     group: type, *, absent: Iterable[str] = (), optional: Iterable[str] | None = None, **limits: Any
 ) -> type[Section]:
-    """Creates a section of params.yaml from a dataclass of options, such as `osa.options.Sizes`.
+    """Creates the schema of a section of params.yaml from a dataclass of options, such as `osa.options.Sizes`.
 
     Args:
         absent: options to leave out of the section.
         optional: options that the user may omit. None stands for all options with a default.
-        limits: further bounds for an option, as a dictionary of keyword arguments for `Field`.
+        limits: further bounds by option name, each a dictionary of keyword arguments for `Field`.
     """
     keys: dict[str, Any] = {}
     for option in dataclasses.fields(group):
@@ -214,7 +214,7 @@ class Model(ModelKeys):
 
 
 class Init(InitKeys):
-    """The options of initialisation, the same for every architecture."""
+    """The initialisation options, which apply to every architecture."""
 
 
 class Train(Section):
@@ -232,7 +232,7 @@ class Train(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     schedule: Literal["constant", "cosine"] = "constant"
     perturbation: Annotated[int, Field(ge=0)] = 0  # seed of a perturbation of the initial weights; 0 for none
-    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that replace the test images in a search
+    held_out: Annotated[int, Field(ge=0)] = 0  # number of training images that replace the test images in a parameter search
 
 
 class Variant(VariantKeys):
@@ -266,7 +266,7 @@ class Variant(VariantKeys):
         return self
 
     def architecture(self) -> dict[str, Any]:
-        """The options of the model, without the training options."""
+        """The variant's architecture options that are set, without its penalty, constraint and overrides."""
         keys = {option.name for option in dataclasses.fields(Architecture)}
         return self.model_dump(include=keys, exclude_none=True)
 
@@ -301,7 +301,7 @@ class RunConfig(Shared):
 
     @model_validator(mode="after")
     def _model_fits(self):
-        if self.data.source == USER_FOLDER:  # the images may not be fetched yet
+        if self.data.source == USER_FOLDER:  # the images may not have been fetched yet
             self._options_for(ImageFormat(1, self.model.patch_size, 0))
         else:
             self._options_for(self.data.images)
@@ -318,7 +318,7 @@ class RunConfig(Shared):
 
 
 class Params(Shared):
-    """The content of params.yaml, completed with the library's models and labels."""
+    """The content of params.yaml, plus the models of osa.MODELS and the labels of paper.yaml."""
 
     run: Runs
     variants: dict[Name, Variant]
@@ -377,7 +377,7 @@ def load(path: str | Path = "params.yaml") -> Params:
     written = read_yaml(path)
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
-        if name not in written["variants"]:  # a DVC stage depends on this block of the file
+        if name not in written["variants"]:  # a DVC stage depends on the block, so the file must hold it
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # the models that only the library defines are checked when used
@@ -386,7 +386,7 @@ def load(path: str | Path = "params.yaml") -> Params:
 
 
 def with_library(raw: Any) -> Any:
-    """Adds the library's models and labels to the content of params.yaml, which takes precedence."""
+    """Adds the models of osa.MODELS and the labels of paper.yaml to the content of params.yaml, which takes precedence."""
     if not isinstance(raw, dict):
         return raw  # `validate` then reports the wrong type
     raw = {"labels": {}} | raw
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns the configuration of a model in osa.MODELS with a reading's recipe. Only the images come from params.yaml.
+    """Returns the run configuration for a model of osa.MODELS and a reading's recipe. Only the images come from params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.
@@ -472,14 +472,14 @@ def leaves(overrides: Overrides) -> dict[str, Any]:
 
 
 def without_stage(arguments: list[str]) -> list[str]:
-    """Replaces a DVC stage as the first argument by variant and seed: train@osa_qr-10 becomes osa_qr, 10."""
+    """If the first argument is a DVC stage, replaces it with variant and seed: train@osa_qr-10 becomes osa_qr, 10."""
     first, *others = arguments or [""]
     is_stage = re.fullmatch(r"(?:.*:)?(?:train|evaluate)@(.*)", first, re.DOTALL)
     return [*is_stage[1].split("-"), *others] if is_stage else arguments
 
 
 def seed(text: str) -> int:
-    """Converts an argument to a seed, for argparse."""
+    """Converts a command-line argument to a seed, as a `type` of argparse."""
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_SEED):
         raise argparse.ArgumentTypeError(f"{text} is not a seed: write a whole number from 0 to {MAX_SEED}")
     return int(text)

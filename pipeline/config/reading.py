@@ -53,7 +53,7 @@ def read_yaml(path: str | Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> Any:
-    """Parses YAML. Results are cached, since the parser is slow and a page reads the same files for each study."""
+    """Parses YAML. Results are cached, since the parser is slow and a report reads the same files for each study."""
     return YAML(typ="safe").load(text)
 
 
@@ -111,7 +111,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """Returns `text` with ASCII digits in place of others, such as full-width digits. Returns None if it is not a number."""
+    """Replaces other digits in `text`, such as full-width ones, with ASCII ones. Returns None if `text` is not a number."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

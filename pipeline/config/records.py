@@ -1,6 +1,6 @@
 """Reads and writes record.json, which holds the provenance of a folder of results and the SHA-256 of each file in it.
 
-Every reader of results first calls `read_record`, which detects any changed byte in the folder.
+All code that reads results first calls `read_record`, which detects any changed byte in the folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 
 RECORD = "record.json"
-SHA256 = "sha256"  # the key of a record that holds a digest of all other keys
+SHA256 = "sha256"  # key in a record; its value is a digest of all other keys and values
 
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Status = Literal["running", "finished", "diverged"]
@@ -43,13 +43,13 @@ class Record(Section):
     folder: str  # path of the folder below paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
-    commits: list[str | None] = Field(default_factory=list)  # the commit of each process in order, None if unknown
+    commits: list[str | None] = Field(default_factory=list)  # of each process that worked on the results; None if unknown
     dirty: bool | None = None  # True if any process ran with uncommitted code or parameters
     settings: dict[str, Any] | None = None  # the study's section of params.yaml
 
     @property
     def commit(self) -> str | None:
-        """The commit of the last process, which wrote the results."""
+        """The commit of the last process that worked on the results."""
         return self.commits[-1] if self.commits else None
 
 
@@ -72,7 +72,7 @@ class RunRecord(Record):
     seconds: Seconds
     phases: dict[str, Seconds] = Field(default_factory=dict)  # empty if not measured
     images_per_second: Seconds | None = None
-    timestamps: list[int]  # Unix milliseconds of each point of the curves
+    timestamps: list[int]  # Unix time of each point of the curves, in milliseconds
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements. `made_by` holds the other keys of the record."""
+    """Writes the record of a folder of measurements. `made_by` holds its keys other than folder and files."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 

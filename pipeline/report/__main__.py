@@ -68,7 +68,7 @@ def make_page(name: str, only: str | None = None) -> None:
     """Writes a page, its numbers and its figures.
 
     Raises:
-        UserError: DVC considers an input out of date, or `only` is not a study of the page. Nothing is written then.
+        UserError: DVC considers an input out of date, or `only` is not a study of the page. Either way nothing is written.
     """
     if only is None:
         check_current(name)
@@ -153,9 +153,9 @@ def write_figure(
 
 
 def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> dict[str, Any]:
-    """Writes a study's figures. Returns the study's numbers, or {} if the study is not measured yet.
+    """Writes a study's figures. Returns the study's numbers, or {} if the study has not been measured yet.
 
-    A figure drawn from Table 2's runs cites `commits`, whose code trained the runs.
+    A figure drawn from Table 2's runs cites `commits`, the commits whose code trained these runs.
     """
     one = studies.get(name)
     settings = studies.settings(name)
@@ -175,7 +175,7 @@ def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> d
 
 
 def sources_of(name: str) -> list[str]:
-    """Returns the sources of a study's figures, or [] if the study only reads Table 2's runs."""
+    """Returns the sources of a study's figures, or [] if the study reads only Table 2's runs."""
     one, folder, sources = studies.get(name), study.STUDIES / name, []
     if one.measure:
         record = records.read_record(folder, Record, f"python -m pipeline study {name}")

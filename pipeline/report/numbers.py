@@ -37,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:
-    """Marks up superscripts and subscripts in escaped text with `up` and `down`, such as d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}."""
+    """Marks up superscripts and subscripts in escaped text, as in d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}, with `up` and `down`."""
 
     def write(found: re.Match) -> str:
         part = found.groupdict()

@@ -20,7 +20,7 @@ from pipeline.report import numbers
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Word → CSS class and mark of the word's badge
+# Word of a verdict or check → CSS class and mark of its badge
 MARKS = {
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),
@@ -95,7 +95,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
     """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title before any colon).
 
     A paragraph that is only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps the
-    path to a line below the figure.
+    path to the line below the figure.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):

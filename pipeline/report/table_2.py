@@ -56,9 +56,9 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
     starts_at_least   one-sided 95 % lower bound on the share of runs that start to learn
     others            test accuracies of the runs that do not start to learn
     difference        our mean test accuracy minus the paper's
-    one_more_run      prediction interval of one more run; NaN if fewer than LEAST_RUNS runs start to learn
-    is_within         whether the paper's accuracy lies inside this interval; None if unknown
-    finished, diverged, missing    number of runs with this status
+    one_more_run      prediction interval for one more run; NaN if fewer than LEAST_RUNS runs start to learn
+    is_within         whether the paper's accuracy lies inside `one_more_run`; None if unknown
+    finished, diverged, missing    number of runs with each status
     """
     results, rows = Results(lab.tables, guess_loss=math.log(lab.params.model.num_classes)), []
     for variant in lab.params.run.variants:
@@ -85,18 +85,18 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """Returns the probability that one more run exceeds `level`, if runs are normally distributed. NaN for one value."""
+    """Returns the probability that one more run exceeds `level`, for normally distributed runs. NaN for a single value."""
     estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error for one more run
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares the paper's accuracies with ours, over the models whose `is_within` is known.
+    """Compares the paper's accuracies with ours, for the models whose `is_within` is known.
 
     models   number of models
     inside   number of models whose accuracy in the paper lies inside our prediction interval
-    below    number of models whose mean accuracy here lies below the paper's
-    p        two-sided p-value (Stouffer's method) of the hypothesis that each paper accuracy is that of one more run of ours
+    below    number of models whose mean accuracy in our runs lies below the paper's
+    p        two-sided p-value (Stouffer's method) of the hypothesis that the paper's accuracies are distributed like ours
     widest   width of the widest prediction interval
     """
     judged = [row for row in rows if row["is_within"] is not None]
@@ -151,7 +151,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """For Table 2 and each study with trainings, returns the number of runs, the total hours and each machine's variants."""
+    """For Table 2 and each study that trains models, returns the number of runs, total hours and each machine's variants."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}

@@ -1,7 +1,7 @@
 """Each study answers one question. A study is a Python file in one of the folders paper, deep and orthogonal.
 
-We call these folders wings. The file of a study defines `STUDY = Study(...)`. The file's name is also the name of the
-study's section in params.yaml, its stage in dvc.yaml, its template, and its folder under paper_outputs/studies.
+We call these folders wings. A study's file defines `STUDY = Study(...)`. The file's name is also the name of the study's
+section in params.yaml, its stage in dvc.yaml, its report template, and its folder under paper_outputs/studies.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Study:
         measure: (settings, lab) → tables of costly measurements. `python -m pipeline study NAME` writes them as CSV.
         summarise: (settings, tables, lab) → the numbers, rows and verdicts that the study's template shows.
         figures: maps the name of each figure to the function of (settings, tables, lab) that draws the figure.
-        trainings: (settings, lab) → requests for runs; `python -m pipeline fan_out` trains them.
-        read: (settings, lab) → tables of the runs in `trainings`, read from the runs' folders.
+        trainings: (settings, lab) → requests for the runs that `python -m pipeline fan_out` trains.
+        read: (settings, lab) → tables of the runs that `trainings` requests, read from the runs' folders.
         watch: (training) → rows of numbers, which a run writes to watched.csv at every point of its curves.
     """
 
@@ -76,7 +76,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Any:
-    """Returns the settings of a study from the params.yaml in its folder, or None if the study has no settings.
+    """Returns a study's settings, from the params.yaml of its wing, or None if the study has no settings.
 
     Raises:
         UserError: the section is missing or does not match the schema.
@@ -92,7 +92,7 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """Returns the reading that a study follows: a key of `readings` in pipeline/paper.yaml."""
+    """Returns the reading of the paper that a study follows: a key of `readings` in pipeline/paper.yaml."""
     return getattr(settings(name), "reading", FIRST_READING)
 
 

@@ -17,7 +17,7 @@ def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
 
 
 def log_log_slope(x: ArrayLike, y: ArrayLike) -> float:
-    """Returns the least-squares slope of log y over log x: the exponent p of a power law y ∝ xᵖ."""
+    """Returns the least-squares slope of log y against log x: the exponent p of a power law y ∝ xᵖ."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0])
 
 
@@ -28,5 +28,5 @@ def trained_layers(lab: Lab, *columns: str) -> pd.DataFrame:
 
 
 def worst_of_seeds(layers: pd.DataFrame, column: str) -> dict[str, Summary]:
-    """Takes a column's maximum over each run's layers and heads, and returns its summary over seeds for each variant."""
+    """Takes each run's maximum of `column` over layers and heads. Returns a summary over seeds for each variant."""
     return {name: summary_of(own.groupby("seed")[column].max()) for name, own in layers.groupby("variant", sort=False)}

@@ -36,14 +36,14 @@ class Settings(Section):
     runs: dict[Name, ListedRuns]
 
     def requests(self) -> Iterator[tuple[str, Request]]:
-        """Yields the name and the request of each run."""
+        """Yields (name of the entry, request) for each run."""
         for name, training in self.runs.items():
             for seed in training.seeds:
                 yield name, (training.variant, training.set, seed)
 
 
 def study(**parts: Any) -> Study:
-    """Returns a `Study` whose trainings are the runs listed in the study's settings. `parts` adds or replaces fields."""
+    """Returns a `Study` that trains and reads the runs listed in its settings. `parts` adds or replaces fields."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 
@@ -52,12 +52,12 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns the tables of the listed runs. The column `name` holds the name of the list's entry."""
+    """Returns the tables of the listed runs. The column `name` holds the name of the run's entry in the list."""
     return tables_of_requests(settings.requests(), lab)
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Returns the tables of the runs given as pairs (name, request). The column `name` holds the name of the pair."""
+    """Returns the tables of the runs given as pairs (name, request). The column `name` holds the pair's name."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests
@@ -75,7 +75,7 @@ def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
 
 
 def first_reading(lab: Lab) -> Tables:
-    """Returns the tables of the study first_reading, whose runs are the baseline of other studies."""
+    """Returns the tables of the study `first_reading`, whose runs are baselines in other studies."""
     own = lab.of("first_reading", FIRST_READING)
     return lab.once("runs of first_reading", lambda: read(studies.settings("first_reading"), own))
 

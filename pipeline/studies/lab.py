@@ -1,4 +1,4 @@
-"""The lab gives a study its configurations, models, trainings, images, random numbers, and tables of results."""
+"""`Lab` gives a study its configurations, models, training loops, images, random numbers, and tables of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Lab:
     """Gives a study its models and runs.
 
-    They follow one reading of the paper, from pipeline/paper.yaml. From params.yaml they take only the choice of images.
+    Both follow one reading of the paper, from pipeline/paper.yaml. They take only the choice of images from params.yaml.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
@@ -58,19 +58,19 @@ class Lab:
         return params.resolve_recipe(self.params, self.paper, variant, overrides, self.reading)
 
     def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:
-        """Returns the untrained model from which a training with this seed starts, with weights drawn in `dtype`."""
+        """Returns the untrained model from which a run with this seed starts. Its weights are drawn in `dtype`."""
         with default_dtype(dtype):
             return build_model(config, seed)
 
     def training(self, config: RunConfig, seed: int) -> Training:
-        """Returns a training before its first step, on the device that a run would use."""
+        """Returns a `Training` that has not taken a step, on the device that a run would use."""
         return Training(config, seed, provenance.default_device())
 
     def generator(self, seed: int, name: str) -> Generator:
         return random_stream(seed, name)
 
     def normal(self, seed: int, name: str, *shape: int) -> Tensor:
-        """Returns float64 standard normal numbers."""
+        """Returns a float64 tensor of standard normal numbers."""
         return torch.randn(shape, generator=self.generator(seed, name), dtype=torch.float64)
 
     @functools.cache  # noqa: B019  a lab lives as long as its process
@@ -80,7 +80,7 @@ class Lab:
         return mnist.test_images[:].double(), mnist.test_labels
 
     def run(self, variant: str, overrides: Overrides | None = None, seed: int = 0) -> Run:
-        """Returns this study's run of a variant with these overrides and this seed. It may not be trained yet."""
+        """Returns this study's run of a variant with these overrides and this seed. The run may not exist yet."""
         return Run(variant, seed, self.study, overrides or {})
 
     @functools.cached_property
@@ -90,7 +90,7 @@ class Lab:
 
 
 def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
-    """Runs a training's first steps and yields a row for each step. Stops after a loss that is not finite.
+    """Trains for at most `steps` steps and yields a row for each step. Stops after a loss that is not finite.
 
     step       the number of the step, from 0
     loss       the loss on the step's minibatch, before the step
@@ -110,10 +110,10 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
 
 @torch.no_grad()
 def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
-    """Returns a triple for each attention layer of the orthogonal models, initialised with this seed, in float64.
+    """Initialises each model of `ORTHOGONAL` with this seed, and returns a triple for each attention layer, in float64.
 
-    The triple consists of the columns {"source": variant, "layer": number from 1} that identify the layer, the module, and
-    the module's input for the first `LAYER_IMAGES` test images, (images, N, d).
+    The triple is (columns, module, input). The columns {"source": variant, "layer": number from 1} identify the layer. The
+    input is what the module receives for the first `LAYER_IMAGES` test images, (images, N, d).
     """
     layers: list[tuple[dict, OrthogonalSelfAttention, Tensor]] = []
     for variant in ORTHOGONAL:

@@ -1,6 +1,6 @@
 """Measures one study: `python -m pipeline study theorem_2_1` writes paper_outputs/studies/theorem_2_1/*.csv.
 
-The command uses one thread, because the last digits of a number depend on the number of threads.
+The command uses one thread, because the last digits of the results depend on the number of threads.
 """
 
 from pathlib import Path

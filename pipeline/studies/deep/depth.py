@@ -1,8 +1,8 @@
 """Depth: which model trains at which depth without skips and LN, and what stops the others?
 
-We repeat Section 4 of He et al. 2023 with OSA added. They train language models of width 1,024 on WikiText-103; we train
-ViTs of width 64 on MNIST. All models of one depth train for the same number of epochs, at learning rates from the study
-`rates`.
+We repeat the experiments of Section 4 of He et al. 2023 and add OSA. They train language models of width 1,024 on
+WikiText-103; we train ViTs of width 64 on MNIST. All models of one depth train for the same number of epochs, at learning
+rates from the study `rates`.
 """
 
 from pathlib import Path
@@ -36,16 +36,16 @@ MLP_DRAWS = {  # name of a run of OSA → how the initial weights of its MLPs ar
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
-SHALLOW = 36  # blocks; deeper models train for one epoch instead of two, and have their own panel
+SHALLOW = 36  # number of blocks; deeper models train for one epoch instead of two, and have their own panel
 HIGHEST = 30.0  # the figure clips train losses at this value
-IMAGES = 8  # test images that `watch` uses
+IMAGES = 8  # number of test images that `watch` uses
 
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Returns the numbers of `of_tokens` for the output of the middle block and of the last block.
+    """Returns a row for the middle block and a row for the last block, with `of_tokens` of the block's output.
 
-    A block has no row if some entries of its output are not finite.
+    A block has no row if its output has entries that are not finite.
     """
     model, rows = training.model, []
     x = model.tokens(training.data.test_images[:IMAGES])
@@ -92,14 +92,14 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
 
 
 def step_times(path: Path) -> dict:
-    """Returns each model's time per step divided by ViT's, from a table that pipeline/benchmarks/depth.py wrote."""
+    """Returns each model's time per step divided by ViT's, as pipeline/benchmarks/depth.py measured it on one machine."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     over_vit = table.set_index("model")["over_vit"]
     return {"machine": machine(facts["environment"]), "depth": facts["depth"], "over_vit": over_vit.to_dict()}
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA. Each model has a line for the mean of its successful runs and one for its failed runs."""
+    """Draws the train loss of OSA. A model has one line for the mean of its successful runs, and one for its failed runs."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, training in settings.runs.items():
         if name not in MLP_DRAWS:

@@ -1,8 +1,8 @@
 """Do isometric MLPs of finite width keep the norm |x| of a token? MLPs with independent layers change |x| at random.
 
-We stack shaped MLPs without attention. The two layers of an MLP are drawn independently (SUO) or together
-(`osa.init.init_isometric_mlp_`). With a nearly linear activation, each independent MLP multiplies |x|² by (H/d) b, where
-b ~ Beta(d/2, (H − d)/2) is random. After L MLPs
+We stack shaped MLPs of width d and hidden width H, without attention. The two layers of an MLP are drawn independently
+(`osa.init.init_suo_mlp_`) or together (`osa.init.init_isometric_mlp_`). If they are independent and the activation is nearly
+linear, an MLP multiplies |x|² by (H/d) b, where b ~ Beta(d/2, (H − d)/2) is random. After L such MLPs
 
     Var log |x|² ≈ 2 (1 − d/H) L/d.
 """
@@ -52,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each network. The network's input has |x|²/d = 1, and the row describes the output x.
+    """Yields a row for each network. Every input token has |x|²/d = 1. In the row, x is an output token.
 
     log_mean, log_std   mean and standard deviation of log |x|²/d over tokens
     q_low, q_high       the quantiles `TAILS` of |x|²/d over tokens
@@ -71,7 +71,7 @@ def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def stack(draw: str, width: int, depth: int, generator: Generator) -> nn.Sequential:
-    """Returns `depth` MLPs with d = `width` and DKS's GELU for this depth."""
+    """Returns `depth` MLPs with d = `width` and the GELU that `dks_gelu` shapes for this depth."""
     activation = dks_gelu(depth)
     with default_dtype(torch.float64):
         blocks = [MLP(width, HIDDEN_RATIO * width, activation) for _ in range(depth)]
@@ -116,7 +116,7 @@ def gradients(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def spreads(table: pd.DataFrame) -> pd.Series:
-    """Returns the standard deviation of log |x|² over tokens and networks, for each kind of draw, width and depth."""
+    """Returns the standard deviation of log |x|² over tokens and networks, for each combination of draw, width and depth."""
     nets = table.groupby(["draw", "width", "depth"])
     return (nets["log_std"].apply(lambda each: each.pow(2).mean()) + nets["log_mean"].var(ddof=0)).pow(0.5)
 
@@ -156,7 +156,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def draw_spreads(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the standard deviation of log |x|² against depth for the three largest widths. Dashed lines are `predicted`."""
+    """Draws the standard deviation of log |x|² against depth for the three largest widths. Dashed lines show `predicted`."""
     figure, (axes,) = charts.panels(1, 3.4)
     sd, depths = spreads(tables["mlps"]), np.array(settings.depths)
     for width, colour in zip(settings.widths[-3:], charts.ramp(3), strict=False):

@@ -45,7 +45,7 @@ LINES = {  # row → (label, model whose colour and style the line has)
     "espa": ("E-SPA", "espa"),
     "osa": ("OSA", "osa_exact"),
 }
-COLLAPSED = 0.99  # mean cosine of tokens that have collapsed to one direction
+COLLAPSED = 0.99  # tokens with a mean cosine above this have collapsed to one direction
 COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse, as in Figures 1 and 7
 TOLERANCE = 1e-10  # maximum error after L products of matrices with condition numbers up to 1e4
 # q is the mean of diag Σ after all blocks. With normalised skips, E-SPA keeps q = 1 only approximately.
@@ -101,13 +101,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Returns Σ_0 of tokens of random types with orthogonal embeddings: 1 for two of the same type, else 0 (Appendix B)."""
+    """Returns Σ_0 of tokens of random types, whose embeddings are orthogonal: 1 between equal types, else 0 (Appendix B)."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
 
 def cosines(kernel: Tensor) -> Tensor:
-    """Returns diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, and the kernel of normalised tokens."""
+    """Returns diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, or the kernel of the normalised tokens."""
     scale = kernel.diagonal().rsqrt()
     return kernel * scale * scale[:, None]
 
@@ -126,7 +126,7 @@ def summary(kernel: Tensor) -> dict[str, float]:
 
 
 def alibi(tokens: int, heads: int) -> Tensor:
-    """Returns ALiBi's causal attention if Q Kᵀ = 0: softmax(−2^{−8k/h} (i − j)), (heads, N, N) (Appendix H.2)."""
+    """Returns ALiBi's causal attention for Q Kᵀ = 0: softmax(−2^{−8k/h} (i − j)) in head k, (heads, N, N) (Appendix H.2)."""
     place = torch.arange(tokens, dtype=torch.float64)
     distance = place[:, None] - place
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
@@ -183,8 +183,8 @@ def stacks(settings: Settings, lab: Lab, seed: int, first: Tensor) -> dict[str, 
 def orthogonal_stack(kernel: Tensor, depth: int, alpha: float, generator: Generator) -> Iterator[Tensor]:
     """Yields the kernel of each X_l = exp(S_l) X_{l−1} W_l, for one head with orthogonal weights.
 
-    X_0 is √d times the symmetric root of Σ_0 = `kernel`. Since Σ_0 has repeated eigenvalues, a root from eigenvectors
-    would differ between machines.
+    X_0 is √d times the symmetric square root of Σ_0 = `kernel`. The root V Λ^½ would differ between machines, because the
+    eigenvectors V are not unique: Σ_0 = V Λ Vᵀ has repeated eigenvalues.
     """
     width = len(kernel)
     values, vectors = torch.linalg.eigh(kernel)
@@ -207,7 +207,7 @@ def spectrum_change(before: Tensor, after: Tensor) -> float:
 def schedules(settings: Settings) -> Iterator[dict]:
     """Yields a row for each kind of kernel, with causal and with bidirectional attention, at two depths.
 
-    P_l is the product A_l ⋯ A_1 of attention matrices, and Σ_l is the kernel that the schedule sets for block l.
+    P_l is the product A_l ⋯ A_1 of attention matrices, and Σ_l is the kernel that the schedule prescribes for block l.
 
     error   maximum entry of |P_l P_lᵀ − Σ_l| over all blocks l
     least   minimum entry of all A_l, or of their lower triangles if attention is causal
@@ -230,7 +230,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields the `summary` of the kernel after E-SPA with normalised skips, for Σ_0 = I. γ follows Eq. 26 or Eq. 25."""
+    """Yields a `summary` of Σ_L for E-SPA with normalised skips and Σ_0 = I, for each depth L and γ from Eq. 26 or 25."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -247,11 +247,11 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns γ of a block from Eq. 25 as the paper prints it: with λ_α² in place of λ_α.
+    """Returns a block's γ from Eq. 25 as printed by He et al., with λ_α² in place of λ_α.
 
-    `before` is the γ that the schedule sets for the previous block. `after` is γ of this block from Eq. 26.
+    `before` is the γ that the schedule prescribes for the previous block. `after` is this block's γ from Eq. 26.
     """
-    # If a(γ)² = 1 − exp(−2γ), then `squared` is −a(before)² and `reached` is −a(after)². Their ratio is λ_α².
+    # Let a(γ)² = 1 − exp(−2γ). Then `squared` is −a(before)², and `reached` is −a(after)². Their ratio is λ_α².
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)
     return -math.log1p(reached * (reached / squared)) / 2
 
@@ -272,7 +272,7 @@ def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 @torch.no_grad()
 def layer_rows(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields rows for the attention layers of real models, applied without MLPs.
+    """Applies the attention layers of real models one after the other, without the MLPs. Yields a row for each model.
 
     trace_change   maximum over images of the relative change of tr X Xᵀ from the first layer's input to the last layer's
                    output

@@ -1,11 +1,11 @@
 """More tokens: what do smaller patches cost, and what do they gain?
 
-We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of a training is linear in N (Section 3.1).
-We also ask how the initial α should change with N (Section 4). With ‖W̃‖₂ = 1 (Theorem 4.2), a head of Eq. 5 has
+We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of training is linear in N (Section 3.1).
+And how should the initial α change with N (Section 4)? If ‖W̃‖₂ = 1 (Theorem 4.2), S (Eq. 5) and J₁ (Theorem 4.1) satisfy
 
     ‖S‖₂ ≤ α/√d_v ‖X‖₂²        and        ‖J₁‖₂ ≤ 2 α/√d_v ‖X‖₂².
 
-N tokens with mean square q have N q ≤ ‖X‖₂² ≤ N d q, since the rank of X is at most d. An initial α ∝ 1/N therefore keeps
+N tokens with mean square q satisfy N q ≤ ‖X‖₂² ≤ N d q, since the rank of X is at most d. An initial α ∝ 1/N therefore keeps
 both bounds from growing with N.
 """
 
@@ -33,7 +33,7 @@ NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂,
 
 
 class Settings(comparison.Settings):
-    patches: list[PositiveInt]  # sides of patches in pixels, for models at initialisation
+    patches: list[PositiveInt]  # side lengths of patches in pixels, for models at initialisation
     initial_seeds: Seeds
     images: PositiveInt = 1
     power_iterations: PositiveInt = 20  # 20 iterations are enough for an error of 1 % in ‖J₁‖₂
@@ -44,7 +44,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def initial(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ in the first block, as means over images and heads."""
+    """Yields, for each patch size, case and seed, the first block's ‖X‖₂², ‖S‖₂ and ‖J₁‖₂ as means over images and heads."""
     for patch, case, seed in itertools.product(settings.patches, CASES, settings.initial_seeds):
         variant = {"normalise_tokens": case != "paper"}
         config = lab.config(OSA, {"variant": variant, "model": {"patch_size": patch}})
@@ -69,12 +69,12 @@ def skew_norm(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float) -> float:
 
 
 def stacked(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns M = [Q, K] and M Jᵀ = [K, −Q], so S = scale · M (M Jᵀ)ᵀ."""
+    """Returns M = [Q, K] and M Jᵀ = [K, −Q], for which S = scale · M (M Jᵀ)ᵀ."""
     return torch.cat([query, key], -1), torch.cat([key, -query], -1)
 
 
 def jacobian_norm(x: Tensor, weights: list[Tensor], scale: float, start: Tensor, iterations: int) -> float:
-    """Returns ‖J₁‖₂ of one head at x, (N, d), by power iteration.
+    """Computes ‖J₁‖₂ of one head by power iteration, at the tokens x, (N, d).
 
     J₁ is the derivative of A[X] X W^V W^O through A alone (Theorem 4.1).
     """

@@ -1,6 +1,6 @@
 """A pilot study of deep models. About a hundred steps on few images show which settings fail, before we train for hours.
 
-MLPs are drawn independently or as isometries. We vary the learning rate, the warm-up, clipping and α.
+The two layers of an MLP are drawn independently or as an isometry. We vary the learning rate, the warm-up, clipping and α.
 """
 
 from typing import Annotated
@@ -14,10 +14,10 @@ from pipeline.studies.lab import Lab, first_steps
 
 
 class Settings(comparison.Settings):
-    steps: PositiveInt  # steps of each training, after its warm-up
+    steps: PositiveInt  # number of steps of each run, after its warm-up
     # Each window is a pair (first step, last step).
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    last: PositiveInt  # number of last steps, which are one more window
+    last: PositiveInt  # number of steps in one more window, at the end of the run
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -30,9 +30,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each training, with the mean loss over each window and over the last steps.
+    """Returns a row for each run, with the mean loss over each window and over the last steps.
 
-    A mean is NaN if the training diverges before the end of its window.
+    A mean is NaN if the run diverges before the end of the window.
     """
     rows = []
     for name, (variant, overrides, seed) in settings.requests():

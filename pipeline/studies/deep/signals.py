@@ -46,8 +46,8 @@ MODELS = (*BASIC, *SHAPED, *REST, *SKIPS)
 DRAWN = ("vit", "vit_noskip_nonorm", "osa_exact", "osa_shaped", "vskipinit", "espa")
 # The attention of these models preserves ‖X‖_F or X Xᵀ, or turns X Xᵀ/d into a given kernel Σ_L.
 PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_causal")
-BAND = (0.05, 0.95)  # quantiles of a token's mean square
-SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix is singular in float64 if its κ is at least this
+BAND = (0.05, 0.95)  # quantiles of the tokens' mean squares
+SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix counts as singular in float64 if its κ is at least this
 TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
 GRADIENT_RATIO = 2.0  # we search for the α that multiplies the first block's gradient by this factor
 LEAST_ALPHA = 1e-3  # value of α L ‖X‖₂²/√d_v at which attention has practically no effect
@@ -85,11 +85,11 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[list[dict[str, float]], dict[str, float]]:
     """Measures a model's tokens and gradients. Returns a row for each block, and a row for the whole model.
 
-    A block has the keys of `of_tokens` and
+    The row of a block has the keys of `of_tokens` and
 
-    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices. Biases have a gradient even if tokens vanish.
+    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices, not its biases, which have a gradient even if tokens vanish
 
-    The model has the keys
+    The row of the model has the keys
 
     loss          cross-entropy
     image_share   Σ |x − x̄|² / Σ |x|² over images, where x is [cls] after the last block and x̄ its mean
@@ -115,7 +115,7 @@ def of_tokens(x: Tensor) -> dict[str, float]:
     """Returns numbers that describe tokens x, (images, N, d).
 
     q               mean square of all tokens
-    q_low, q_high   the quantiles `BAND` over tokens of a token's mean square
+    q_low, q_high   the quantiles `BAND` of the tokens' mean squares
     cosine          mean cosine of two tokens of an image
     rank            effective rank of the matrix of cosines, as a mean over images
     """
@@ -148,7 +148,7 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the error of Σ_L, the kernel after all attention layers of a model, without its MLPs.
+    """Applies a model's attention layers without its MLPs. Yields the error of Σ_L, the kernel after the last layer.
 
     The tokens start with X Xᵀ/d = I. This needs d ≥ N, so we set d to the smallest multiple of h that is at least N. For
     `osa_shaped`, which preserves only ‖X‖_F, the error is the relative error of tr Σ_L.
@@ -187,7 +187,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the α of `doubling_alpha` for each depth, and for each patch size. The patch size changes ‖X‖₂²."""
+    """Yields the α of `doubling_alpha` for each depth and for each patch size. The patch size changes ‖X‖₂²."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -224,7 +224,7 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
 def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, alpha: float) -> float:
     """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, where U is `cotangent`, (images, N, d).
 
-    ⟨U, X_L⟩ is a random linear function of all tokens. A loss would saturate, and would weight the images differently.
+    ⟨U, X_L⟩ is a random linear function of the last block's output X_L. A loss would saturate, and weight images unequally.
     """
     model.zero_grad()
     blocks = blocks_of(model)
@@ -273,7 +273,7 @@ def of_alpha(table: pd.DataFrame) -> dict:
     for over, column in (("depth", "depth"), ("patch", "norm_squared")):
         own = table[table["over"] == over]
         slopes[over] = summary_of([log_log_slope(rows[column], rows["alpha"]) for _, rows in own.groupby("seed")])
-    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # the sweeps share one network per seed
+    bound = table.drop_duplicates(["depth", "tokens", "seed"])["bound"]  # the two sweeps have one network per seed in common
     return {"slopes": slopes, "bound_low": bound.min(), "bound_high": bound.max(), "log_ratio": math.log(GRADIENT_RATIO)}
 
 

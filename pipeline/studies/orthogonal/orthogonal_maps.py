@@ -51,9 +51,9 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def plane(settings: Settings) -> Iterator[dict]:
-    """Yields the angle of Q(X) for n = 2 at each x of each map. The angle is continuous in x, and 0 at x = 0.
+    """Yields the angle of Q(X) for n = 2, for each map and each x. The angle is continuous in x, and 0 at x = 0.
 
-    `error` is the distance of the angle from the function in `ANGLES`. It is NaN if `ANGLES` lacks the map.
+    `error` is the absolute difference from the angle that `ANGLES` gives. It is NaN if `ANGLES` lacks the map.
     """
     x = torch.linspace(-settings.largest, settings.largest, 201, dtype=torch.float64)
     stacked = torch.zeros(len(x), 2, 2, dtype=torch.float64)

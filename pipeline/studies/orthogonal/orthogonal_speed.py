@@ -16,8 +16,8 @@ from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
 GOAL_RANGE = (64, 256)  # sizes n of layers that should meet the goal
-GOAL = 1.3  # maximum time of our layers divided by the time of the dense layer
-MUCH_SLOWER = 10.0  # the ratio of times that we take the post's “significantly” to mean
+GOAL = 1.3  # maximum ratio of our layers' time to the dense layer's time
+MUCH_SLOWER = 10.0  # we take the post's “significantly” to mean at least this ratio of times
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:

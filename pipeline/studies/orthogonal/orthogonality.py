@@ -1,4 +1,4 @@
-"""How much do orthogonality penalties contribute to the first gradient of a training?
+"""How much do orthogonality penalties contribute to the gradient at the first training step?
 
 The penalties come from Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and act on attention and weights.
 The study `penalties` trains with them.
@@ -22,7 +22,7 @@ from pipeline.studies.lab import Lab
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact", "osa_ns")
 TERMS = {"AM": AM, "LA": LA, "LF": LF}
 WEIGHT = 1e-6  # the largest λ in Section 3 of Zhang et al.
-RANK_SHARE = 0.01  # singular values below this share of the largest do not count in the rank of A
+RANK_SHARE = 0.01  # singular values below this share of the largest do not count towards the rank of A
 
 
 class Settings(Section):

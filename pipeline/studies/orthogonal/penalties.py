@@ -26,11 +26,11 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # test images for the numbers of a layer, and for the ratio of Theorem 2.1
+IMAGES, FEW = 32, 2  # number of test images for the numbers of a layer, and for the ratio of Theorem 2.1
 # Standard deviations of noise on the pixels: NOISE for the change of A, NOISES for the accuracy
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
-BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study first_reading, without a penalty
+BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study `first_reading`, without a penalty
 SHOWN = ("attention", "projections", "mlp")
 
 
@@ -64,7 +64,7 @@ def spectral_row(attention: SelfAttention, mlp: MLP) -> dict[str, float]:
 
 
 def under_noise(training: loop.Training) -> dict[str, float]:
-    """Returns the accuracy with Gaussian noise on the pixels, for each of `NOISES`. All calls use the same noise, scaled."""
+    """Returns the accuracy under Gaussian pixel noise, for each scale in `NOISES`. All calls scale the same noise."""
     images, labels = training.data.test_images[:NOISY_IMAGES], training.data.test_labels[:NOISY_IMAGES]
     noise = torch.randn(images.shape, generator=loop.random_stream(0, "penalties/pixels")).to(images)
     predictions = {scale: training.model(images + scale * noise).argmax(-1) for scale in NOISES}
@@ -83,7 +83,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, settings: Settings, results: Results) -> dict:
-    """Returns the model, penalty and accuracy of the runs called `name`, and the final means of the columns `SHOWN`."""
+    """Returns the model, penalty and accuracy of the runs called `name`, and means of the columns `SHOWN` after training."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}

@@ -1,8 +1,8 @@
 """Theorem 2.1 of Zhang et al. 2021 (“On Orthogonality Constraints for Transformers”): how far can a row of softmax attention
 move when its query moves?
 
-One row of Q moves by δ with ‖δ‖ = ε; K is fixed. We divide the change of the row of A by the paper's bound 2α‖K‖₂ε, and show
-that a quarter of the bound is enough. For orthogonal attention we measure the change of the whole matrix A.
+One row of Q moves by δ with ‖δ‖ = ε; K is fixed. We divide the change of the row of A by the theorem's bound 2α‖K‖₂ε
+(α = 1/√d_v), and show that a quarter of it is enough. For orthogonal attention we measure the change of the whole matrix A.
 """
 
 import itertools
@@ -25,7 +25,7 @@ SIZES = ((2, 1), (7, 3), (50, 16), (11, 13))  # N, d_v of Gaussian queries and k
 KEY_MEANS = (0.0, 3.0)  # mean of the keys, which does not change softmax attention
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 EPSILONS = (1e-3, 0.1, 1.0, 10.0)
-QUARTER = 0.25  # the sharper bound divided by the paper's bound
+QUARTER = 0.25  # our sharper bound divided by the theorem's bound
 RATIO_ROUNDING = 1e-6  # maximum rounding error of a ratio at the smallest ε
 
 
@@ -76,8 +76,8 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
     """Yields the maximum and the median, over rows i, of ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) for each ε.
 
-    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. The ratios for ε = 0 are limits as ε → 0 with the worst
-    δ (`worst_ratios`).
+    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. For ε = 0, the ratios are the limits as ε → 0 for the
+    worst δ, from `worst_ratios`.
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     a = torch.softmax(scale * query @ key.mT, dim=-1)
@@ -100,7 +100,7 @@ def worst_ratios(query: Tensor, key: Tensor) -> Tensor:
 
 
 def orthogonal_rows(query: Tensor, key: Tensor, scale: Tensor | float, generator: Generator) -> Iterator[dict]:
-    """Yields the maximum and the median, over heads, of ‖A' − A‖₂/(|scale| ‖K‖₂ε) for each ε.
+    """Yields the maximum and the median, over images and heads, of ‖A' − A‖₂/(|scale| ‖K‖₂ε) for each ε.
 
     A = exp(S) becomes A' when one query per head moves by a random δ with ‖δ‖ = ε.
     """
@@ -121,7 +121,7 @@ def extreme_ratios(ratios: Tensor) -> dict[str, float]:
 def attained() -> pd.DataFrame:
     """Returns ‖f(ε) − f(0)‖ / (2 ‖K‖₂ ε) for each ε, where f(q) = softmax(q Kᵀ) with N = 2 and K = (1, −1)ᵀ.
 
-    The ratio tends to ¼ as ε falls.
+    The ratio tends to ¼ as ε → 0.
     """
     key = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     row = lambda q: torch.softmax(q * key.mT, dim=-1)  # noqa: E731

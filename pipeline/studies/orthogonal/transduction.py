@@ -1,4 +1,4 @@
-"""Transduction: do penalties on orthogonality help a Transformer on sequences, as Zhang et al. 2021 claim?
+"""Transduction: do orthogonality penalties help a Transformer on sequences, as Zhang et al. 2021 claim?
 
 Their translation data is not available to us. Instead, an encoder with skips and LN learns to reverse or sort a string of
 symbols, with one output per position. A run trains for a few hundred steps and is tested on new strings.
@@ -42,7 +42,7 @@ class Settings(Section):
 
 
 class Encoder(nn.Module):
-    """The paper's ViT blocks on symbols: strings (B, N) → logits (B, N, symbols)."""
+    """A Transformer encoder of the paper's ViT blocks: strings of symbols (B, N) → logits (B, N, symbols)."""
 
     def __init__(self, blocks: nn.ModuleList, embed_dim: int, length: int, generator: torch.Generator) -> None:
         super().__init__()

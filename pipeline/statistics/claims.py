@@ -1,7 +1,7 @@
 """Judges claims about trained models by the rules in the claims.yaml files of pipeline/studies.
 
-A claim refers to runs of Table 2 by variant, and to runs of a study by the names in the study. The first comparison of a
-claim is the primary one.
+A claim refers to runs of Table 2 by variant, and to runs of a study by their names in the study's settings. The first
+comparison of a claim is the primary one.
 """
 
 import itertools
@@ -266,7 +266,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More than `share` of each model's runs train (see `trains`). If `side` is "below", fewer than `share` do."""
+    """More than `share` of each model's runs train, as `trains` defines it. If `side` is "below", fewer than `share` do."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -347,15 +347,15 @@ def trains(loss: float) -> bool:
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
     """Returns whether a run starts to learn.
 
-    It does if its train loss at the first point in the second half of training is at least MARGIN_OF_A_START below the loss
-    of a guess.
+    A run does if its train loss at the first point in the second half of training is at least MARGIN_OF_A_START below the
+    loss of a guess.
     """
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """Returns the geometric mean, over runs, of the lowest train loss in the first part of training; NaN without runs.
+    """Returns the geometric mean, over runs, of the lowest train loss in the first part of training. No runs give NaN.
 
     The first part is the fraction `of_training` of the epochs.
     """

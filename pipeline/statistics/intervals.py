@@ -117,7 +117,7 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
 
 def one_more_run(values: Values) -> Interval:
-    """Returns the prediction interval for one more run, mean ± t s √(1 + 1/n), which assumes normally distributed runs.
+    """Returns the prediction interval for one more run, mean ± t s √(1 + 1/n), for normally distributed runs.
 
     A single value gives (NaN, NaN).
     """

@@ -1,10 +1,10 @@
 """Judges claims by statistical tests. The study `verdicts` estimates the tests' error rates and power by simulation.
 
-A claim says that a number lies above or below a limit. The tests are one-sided at 5 %, and exact where possible:
+A claim says that a number lies above or below a limit. The tests are one-sided at the 5 % level, and exact where possible:
 
     a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
                                     estimate is Hodges and Lehmann's, the median of all differences between a run of the
-                                    first and a run of the second model. At the bounds, the test's decision would change
+                                    first and a run of the second model. The bounds are where the decision would change
     a ratio of two models           the same test, on logarithms
     a contrast of 3 or 4 models     Welch's t-test, because no rank test can decide with three to five runs per model
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
@@ -14,7 +14,7 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
     open, same direction    neither test has p ≤ 5 %; the estimate lies on the claim's side of the limit
     open, other direction   neither test has p ≤ 5 %; the estimate does not lie on the claim's side
     not testable here       replaces "open" if the test's power at the paper's effect is below one half; the power assumes
-                            standard deviations that were declared before the runs
+                            standard deviations that were declared before training
     not trained             a model has no run
 
 Verdicts use all runs. A rank test ranks a failed run last, however bad its value, so a failure counts but does not
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """How we word the verdict on a claim of our own: confirmed, not confirmed, undecided or not trained."""
+        """How reports word the verdict on a claim that we added: confirmed, not confirmed, undecided or not trained."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
@@ -111,7 +111,7 @@ def judge_within(first: Values, second: Values, *, margin: float) -> Verdict:
 
 
 def judge_contrast(samples: Samples, weights: Sequence[float], *, power: float = math.nan) -> Verdict:
-    """Judges the claim that Σ wᵢ · mean(sampleᵢ), a contrast of several models, lies above 0, by Welch's t."""
+    """Judges the claim that Σ wᵢ · mean(sampleᵢ), a contrast of several models, lies above 0, by Welch's t-test."""
     n = min(map(len, samples))
     if n == 0:
         return _not_trained(0.0, "above")
@@ -122,7 +122,7 @@ def judge_contrast(samples: Samples, weights: Sequence[float], *, power: float =
 
 
 def judge_share(successes: int, n: int, *, limit: float = 0.5, side: str = "above") -> Verdict:
-    """Judges a claim on the probability of success, from the number of successes in n independent runs."""
+    """Judges a claim about the probability of success, from the number of successes in n independent runs."""
     if n == 0:
         return _not_trained(limit, side)
     alternatives = {"above": "greater", "below": "less"}
@@ -159,7 +159,7 @@ def _not_trained(limit: float, side: str) -> Verdict:
 def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
     """Returns the exact p-values for first > second ("above") and first < second ("below"). Ties share their mean rank.
 
-    SciPy's test would have to sample or enumerate all arrangements if there are ties.
+    If there are ties, SciPy's test would have to sample the arrangements or enumerate all of them.
     """
     doubled = np.rint(2 * rankdata([*first, *second])).astype(int)
     ways, own = _rank_sums(tuple(doubled.tolist()), len(first)), doubled[: len(first)].sum()
@@ -168,7 +168,7 @@ def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
 
 @functools.cache
 def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
-    """Returns, at index s, the number of ways to choose n of the ranks so that their sum is s."""
+    """Returns an array whose entry s is the number of ways to choose n of the ranks with the sum s."""
     ways = np.zeros((n + 1, sum(ranks) + 1))
     ways[0, 0] = 1
     for rank in ranks:
@@ -177,7 +177,7 @@ def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
 
 
 def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, float]:
-    """Returns the lower bound, median and upper bound of first − second.
+    """Returns the lower bound, the median and the upper bound of the differences first − second.
 
     A difference ∞ − ∞ counts as −∞ in the lower bound, as 0 in the median, and as ∞ in the upper bound.
     """
@@ -204,7 +204,7 @@ def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
 
 @functools.cache
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
-    """Simulates the power of `judge`, for n and m normally distributed runs with standard deviations `spreads`.
+    """Simulates the power of `judge`, for n and m runs, normally distributed with standard deviations `spreads`.
 
     The true difference lies `distance` from the limit, on the claim's side.
     """
@@ -218,7 +218,7 @@ def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int
 def power_of_contrast(distance: float, weights: Sequence[float], spreads: Sequence[float], sizes: Sequence[int]) -> float:
     """Returns the power of `judge_contrast`, from the noncentral t distribution.
 
-    The true contrast lies `distance` from the limit. `spreads` and `sizes` hold each model's standard deviation and number
+    The true contrast is `distance`; the limit is 0. `spreads` and `sizes` hold each model's standard deviation and number
     of runs.
     """
     estimate = Estimate.of_spreads(0.0, weights, [spread**2 for spread in spreads], sizes)

@@ -2,7 +2,7 @@
 
 Each run gets a file in paper_outputs/evaluations. Git tracks these files, so a run can be added without the weights of the
 other runs. The key `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions
-are right, so a full list is not needed.
+are right, so the file omits them.
 """
 
 import copy
@@ -29,7 +29,7 @@ from pipeline.training.run import Run
 
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
-ATTENTION_IMAGES = 128  # number of test images for measuring the attention
+ATTENTION_IMAGES = 128  # number of test images on which attention is measured
 TOLERANCE_IMAGES = 5  # number of predictions that rounding may change with another device or batch size
 
 
@@ -58,7 +58,7 @@ def evaluation(run: Run, config: RunConfig) -> dict:
 
 
 def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
-    """Measures a finished run. Raises UserError if the images or labels have changed since training."""
+    """Measures a finished run. Raises UserError if the images, labels or accuracy have changed since training."""
     device, model = provenance.default_device(), run.load_model(config)
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)
@@ -100,7 +100,7 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> floa
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
-    """Raises UserError if the accuracies, measured now and in training, differ by more than TOLERANCE_IMAGES images."""
+    """Raises UserError if the `measured` and the `trained` accuracy differ by more than TOLERANCE_IMAGES images."""
     if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
             f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "
@@ -109,7 +109,7 @@ def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -
 
 
 def confusion_matrix(labels: torch.Tensor, predictions: torch.Tensor, num_classes: int) -> np.ndarray:
-    """Counts the images of each label (row) and prediction (column), (classes, classes)."""
+    """Counts the images for each pair of label (row) and prediction (column), (classes, classes)."""
     pairs = (labels * num_classes + predictions).cpu().numpy()
     return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
 
@@ -124,7 +124,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 @torch.no_grad()
 def layer_table(model: VisionTransformer, images: torch.Tensor) -> pd.DataFrame:
-    """Returns the `head_statistics` of all layers with orthogonal attention. A model without such layers has no rows."""
+    """Returns the `head_statistics` of all layers with orthogonal attention. The table is empty if there are none."""
     tables = [
         head_statistics(number, attention, x)
         for number, (attention, x) in enumerate(measures.attention_inputs(model, images))
@@ -140,8 +140,8 @@ def head_statistics(number: int, layer: OrthogonalSelfAttention, x: torch.Tensor
     error_max, _median       ‖AᵀA − I‖₂ (Theorem 3.1) for the model's method: maximum and median over the images
     exp_error_max, _median   ‖A − exp(S)‖₂ (Theorem 2.1)
     norm_max, _median        ‖S‖₂
-    size_max                 μ = |α|/√d_v · ‖M‖₂² for M = [Q, K]; the rounding error of "exact" grows with μ
-    condition_median         condition number of M
+    size_max                 maximum of μ = |α|/√d_v · ‖M‖₂², M = [Q, K]; the rounding error of "exact" grows with μ
+    condition_median         median condition number of M
     weight_kappa             κ(W̃) (Theorem 4.2)
     jacobian_kappa           κ(J) of the first head on the first image (Theorem 4.4); NaN for other heads
     layer_kappa              κ(Σᵢ W^Vᵢ W^Oᵢ), the same for all heads of a layer

@@ -1,7 +1,7 @@
-"""Measures the quantities in the paper's theorems, as functions of tensors.
+"""Functions of tensors that compute the quantities in the paper's theorems.
 
-Everything is float64 unless a dtype is given. Matrices are small, and stored dense as in the theorems. N is the number of
-tokens, d the width of the model, d_v the width of a head, M = [Q, K] (N×2d_v), and `scale` is α/√d_v of Eq. 5.
+Everything is float64 unless a dtype is given. Matrices are small, so they are formed in full. N is the number of tokens,
+d the width of the model, d_v the width of a head, M = [Q, K] (N×2d_v), and `scale` is the factor α/√d_v in Eq. 5.
 """
 
 import math
@@ -19,7 +19,7 @@ from osa.vit import VisionTransformer
 
 METHODS: tuple[Method, ...] = ("qr", "newton_schulz", "exact")
 ORTHOGONAL = ("osa_qr", "osa_ns", "osa_exact")  # the models that use METHODS, in the same order
-LAYER_IMAGES = 2  # images on which a layer is measured
+LAYER_IMAGES = 2  # number of images on which a layer is measured
 
 
 def rounding(length: int, dtype: torch.dtype) -> float:
@@ -64,7 +64,7 @@ def mean_cosine(cosines: Tensor) -> Tensor:
 
 
 def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:
-    """Returns a random matrix, (tokens, width ≤ tokens), with singular values spaced geometrically from 1 to 1/condition."""
+    """Returns a random matrix with singular values spaced geometrically from 1 to 1/condition, (tokens, width ≤ tokens)."""
     left = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q
     right = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
     exponents = torch.linspace(0, -math.log10(condition), width, dtype=torch.float64)
@@ -156,7 +156,7 @@ def power_iteration(
 ) -> tuple[Tensor, Tensor]:
     """Iterates v ← JᵀJ v/‖v‖ from `start`. Returns the last J v/‖v‖ and JᵀJ v/‖v‖; their norms tend to ‖J‖₂ and ‖J‖₂².
 
-    The matrix J is never formed. Jᵀu is a backward pass through f at X, and J v is a backward pass through Jᵀu.
+    J, the Jacobian at x, is never formed. A backward pass through the function gives Jᵀu; one through Jᵀu gives J v.
     """
     x = x.detach().requires_grad_()
     y = function(x)
@@ -170,10 +170,10 @@ def power_iteration(
 
 
 def head_condition(layer: OrthogonalSelfAttention, index: int, x: Tensor) -> dict[str, float]:
-    """Returns κ(J) and ‖J‖₂ of one head of a float64 layer on the CPU, at x (N, d), from the eigenvalues of J Jᵀ.
+    """Returns κ(J) and ‖J‖₂ of one head at the tokens x (N, d), from the eigenvalues of J Jᵀ.
 
     The head's outputs lie in the row space of W^O. In coordinates of this space the Jacobian has N·d_v rows, one for each
-    nonzero singular value.
+    nonzero singular value. The layer must be in float64 and on the CPU.
     """
     *inputs, w_out = (weight.detach() for weight in head_weights(layer)[index])
     coordinates = torch.linalg.qr(w_out.mT).R.mT  # (d_v, d_v)

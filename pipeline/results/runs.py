@@ -24,7 +24,7 @@ PROVENANCE_COLUMNS = ["numerics", "device", "dirty", "started_at", "seconds", "i
 
 
 def of_table_2(settings: Params) -> list[Run]:
-    """Returns the runs of Table 2, Figure 1 and the verdicts, in the order of params.yaml."""
+    """Returns the runs that Table 2, Figure 1 and the verdicts use, in the order of params.yaml."""
     return [Run(*each) for each in itertools.product(settings.run.variants, settings.run.seeds)]
 
 
@@ -73,7 +73,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Returns a run's status and results. The run counts as missing if it was trained on other images than `config` selects.
+    """Returns a run's status and results. A run counts as missing if its images are not those that `config` selects.
 
     Raises:
         UserError: the stored run has another configuration.
@@ -92,7 +92,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
 
 
 def difference(recorded: RunConfig, wanted: RunConfig) -> str:
-    """Describes the first key in which two configurations differ, with both values, or returns ""."""
+    """Names the first key in which two configurations differ, with both values. Returns "" if they do not differ."""
     for section in (*SHARED_SECTIONS, "variant"):
         old, new = getattr(recorded, section), getattr(wanted, section)
         for key in type(new).model_fields:

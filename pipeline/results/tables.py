@@ -1,6 +1,6 @@
 """Tabulates the runs of Table 2 and summarises them over seeds: `python -m pipeline tables`.
 
-The tables stage lists the runs of params.yaml, and ignores other runs. A run without results counts as missing.
+The stage `tables` reads the runs that params.yaml lists, and ignores other runs. A run without results counts as missing.
 """
 
 import sys
@@ -137,7 +137,7 @@ def read_histories(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise_curves(histories: pd.DataFrame) -> pd.DataFrame:
-    """Returns statistics over seeds for each point of each curve, in long form, without missing values."""
+    """Returns statistics over seeds for each point of each curve, in long format, without missing values."""
     long = histories.melt(id_vars=["variant", "step", "epoch"], value_vars=list(CURVES), var_name="curve").dropna()
     groups = long.groupby(["variant", "curve", "step", "epoch"], sort=False)["value"]
     rows = []

@@ -1,8 +1,8 @@
-"""Ablations: what do the accuracies of Table 2 depend on, if PyTorch's defaults fill in what the paper's recipe leaves open?
+"""Ablations: what do Table 2's accuracies depend on? PyTorch's defaults fill in what the paper's recipe leaves open.
 
-Each ablation changes one thing: the learning rate, one of four details of the recipe, the map exp, skip connections with LN,
-or the initial α. We compare each ablation with Table 2's runs. We wrote the rules and expectations before the first run. The
-page shows a claim once all runs of the claim have ended.
+Each ablation changes one thing: the learning rate, one of four details of the recipe, the map exp, skip connections and LN
+together, or the initial α. We compare ablations with Table 2's runs or with each other. We wrote the rules and expectations
+before the first run. The page shows a claim once all runs of the claim have ended.
 """
 
 from typing import Any
@@ -48,14 +48,14 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def results_of_ablations(lab: Lab) -> Results:
-    """Returns this study's runs and their baselines in Table 2, for the study attention_or_initialisation."""
+    """Returns this study's runs and their baselines in Table 2. The study attention_or_initialisation needs them."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
     return with_table_2(comparison.read(settings, own), own)
 
 
 def with_table_2(tables: Tables, lab: Lab) -> Results:
-    """Returns this study's runs, and Table 2's runs of the baselines if `has_baselines` holds."""
+    """Returns this study's runs and, if `has_baselines` is true, Table 2's runs of the baselines."""
     if not has_baselines(lab):
         return Results(tables)
     table_2 = results_of(lab).runs
@@ -63,13 +63,13 @@ def with_table_2(tables: Tables, lab: Lab) -> Results:
 
 
 def has_baselines(lab: Lab) -> bool:
-    """Returns whether Table 2 has runs of all `BASELINES`, trained with the configurations of this study's reading."""
+    """Returns whether Table 2 has runs of all `BASELINES`, in the configurations that this study assumes."""
     table_2 = results_of(lab)
     return all(len(table_2.runs_of(model)) and params.resolve(lab.params, model) == lab.config(model) for model in BASELINES)
 
 
 def described(settings: comparison.Settings, results: Results, name: str) -> dict[str, Any]:
-    """Returns the variant, the changed settings and the accuracy of the runs called `name`, here or in Table 2."""
+    """Returns the variant, the changed settings and the accuracy of the runs called `name`, from this study or Table 2."""
     training = settings.runs.get(name)
     return {
         "variant": training.variant if training else name,

@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
-The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We change one of the two at a
-time, which gives four cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under the first reading,
-this study and first_reading train two cells each. Under Table 2's reading, Table 2 and ablations train two cells each.
+The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We train all four
+combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under the first reading, this study
+and the study first_reading train two cells each. Under Table 2's reading, Table 2 and the study ablations supply two each.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -16,7 +16,7 @@ from pipeline.studies.paper import CLAIMS_FILE, ablations
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")
 # factor → the cell that differs from softmax with Xavier only in this factor
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}
-# weights of the cells' accuracies: OSA's gain from Section 4's initialisation minus softmax's gain
+# contrast of the cells' accuracies: OSA's gain from Section 4's initialisation minus softmax's gain
 INTERACTION = (1, -1, -1, 1)
 CLAIMS = (
     "attention_matters",
@@ -38,7 +38,7 @@ def four_cells(results: Results) -> dict:
     """Compares the accuracies of the four cells.
 
     `gap` is the mean accuracy of OSA with Section 4's initialisation minus the mean accuracy of softmax with Xavier. `alone`
-    holds the share of the gap that each factor closes by itself. If the factors overlap, the shares add up to more than one.
+    holds the share of the gap that each factor closes by itself. If their effects overlap, the shares sum to more than one.
     """
     claims = read_claims(CLAIMS_FILE)
     samples = {cell: results.accuracies(cell) for cell in CELLS}

@@ -1,7 +1,7 @@
 """How fast is OSA on several machines? The scripts in pipeline/benchmarks timed it, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-Only the paper's literal formulas test this expectation, since our method "qr" never differentiates a decomposition.
+Only timings of the paper's literal formulas test this, since our method "qr" never differentiates a decomposition.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂."""
+    """Returns the fastest softmax attention's time over OSA (exact)'s, for each number of heads and tokens and each ‖S‖₂."""
     table = files.read_csv(path)
     whole, rows = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")], []
     for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):
@@ -53,21 +53,21 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """Returns each model's step time divided by ViT's, for trained weights if the benchmark timed trained weights."""
+    """Returns each OSA model's step time divided by ViT's, with trained weights if the benchmark timed them."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """Returns each model's step time divided by ViT's, for initial weights."""
+    """Returns each model's step time divided by ViT's, with initial weights."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine_rows(gpu_of(table), over_vit.to_dict())
 
 
 def gpu_of(table: pd.DataFrame) -> dict[str, Any]:
-    """Returns the environment of a table of times on a GPU, with the keys that `provenance.short_name` needs."""
+    """Returns the GPU on which a table was measured, as an environment with the keys that `provenance.short_name` needs."""
     return {"device_name": table["device"].iloc[0], "num_threads": None}
 
 

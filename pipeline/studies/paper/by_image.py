@@ -1,4 +1,4 @@
-"""Compares Table 2's models image by image: mean accuracy over seeds and images, test loss, calibration, majority vote.
+"""Compares Table 2's models in mean accuracy over seeds and images, test loss, calibration and majority vote.
 
 The stage `evaluate` lists the images that each run gets wrong, and the stage `tables` gathers the lists.
 """
@@ -15,7 +15,7 @@ from pipeline.studies.paper.section_5 import judge_all, results_of
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each model, and the `means` of each comparison of accuracies, by claim."""
+    """Returns a row for each model and, for each claim, the `means` of each comparison of accuracies."""
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(results_of(lab), lab).items():
         compared = {key: row for key, row in rows.items() if row["kind"] != "speed"}
@@ -42,7 +42,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns a contrast of mean accuracies, in points, and an interval that covers the spread over seeds and images."""
+    """Returns a contrast of mean accuracies, in points, with an interval based on the spread over seeds and images."""
     if min(len(right.get(model, [])) for model in models) < 2:  # too few runs for an interval
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, (1, -1)))
@@ -64,7 +64,7 @@ def model_row(tables: Tables, variant: str, right: np.ndarray) -> dict:
 
 
 def vote(mistakes: pd.DataFrame, runs: int, images: int) -> float:
-    """Returns the accuracy of a majority vote of the runs. A tie of k classes counts 1/k if one of them is right."""
+    """Returns the accuracy of a majority vote of the runs. A tie of k classes counts as 1/k if one of them is correct."""
     votes = mistakes.groupby(["image", "prediction"]).size()  # votes for each wrong class of each image
     most = votes.groupby("image").max()
     leaders = (votes == votes.groupby("image").transform("max")).groupby("image").sum()

@@ -1,8 +1,8 @@
 """Table 1 and Section 3.1: what does orthogonal attention cost, by component and as a whole, for one head in float32?
 
-We check the number of multiply–adds and the peak memory, which repeat exactly. We do not check times. Three sweeps vary N
-alone, d alone, and N and d together at fixed N/d. The log–log slope over N is the degree in N in the first sweep, and the
-total degree in N and d in the third sweep.
+We check the number of multiply–adds and the peak memory, which are exactly reproducible. We do not check times. Three sweeps
+vary N alone, d alone, and N and d together at fixed N/d. The log–log slope of a cost over N estimates its degree in N in the
+first sweep, and its total degree in N and d in the third sweep.
 """
 
 import itertools
@@ -61,7 +61,7 @@ class Settings(Section):
     most_tokens_matrix: PositiveInt = 4096
     # Maximum N for the exponential of an N×N matrix. Its backward pass needs 2N×2N matrices.
     most_tokens_exponential: PositiveInt = 1024
-    sample_seconds: PositiveFloat = 0.005  # a sample takes at least this time, far above the clock's resolution
+    sample_seconds: PositiveFloat = 0.005  # a timing sample lasts at least this long, far above the clock's resolution
 
     @model_validator(mode="after")
     def _orders_can_be_seen(self):
@@ -74,7 +74,7 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: Lab) -> Tables:  # `lab` is unused: the stage does not depend on lab.py
+def measure(settings: Settings, lab: Lab) -> Tables:  # `lab` is unused, so the stage in dvc.yaml omits lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
@@ -91,7 +91,7 @@ def count_calls(settings: Settings, device: torch.device) -> pd.DataFrame:
 
 
 def measure_times(settings: Settings, device: torch.device) -> pd.DataFrame:
-    """Measures the median and the quartiles of the seconds of every call in the first two sweeps."""
+    """Times every call of the first two sweeps. Returns the median and the quartiles, in seconds."""
     rows, order = [], random.Random(SEED)
     timed = [point for point in points(settings) if point[0] != "joint"]
     for sweep, tokens, width in tqdm(timed, desc="time", disable=None):
@@ -123,7 +123,7 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns a call for each component of Table 1, and calls of the whole attention of OSA and of softmax.
+    """Returns a call for each component of Table 1, and calls of the whole attention, for OSA and for softmax.
 
     A component takes the results of earlier components as inputs. A part whose name ends in _dense forms an N×N matrix.
     """
@@ -132,7 +132,7 @@ def parts(x: Inputs) -> dict[str, Call]:
     qr, newton_schulz = partial(qr_basis, dtype=m.dtype), partial(newton_schulz_basis, epsilon=EPSILON, dtype=m.dtype)
     basis = qr(m)  # (1, 1, N, 2d)
     small = small_skew(x.scale, basis, m)  # (1, 1, 2d, 2d)
-    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # fixed ‖[S]‖₁, since a larger norm costs more products
+    scaled = small * (NORM / torch.linalg.matrix_norm(small, 1))  # fixed ‖[S]‖₁: for a larger norm, exp takes more products
     factors = (basis, torch.linalg.matrix_exp(small), x.value)
     osa = {name: partial(orthogonal_attention, scale=x.scale, method=method) for name, method in METHODS.items()}
     return {
@@ -207,17 +207,17 @@ OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
 JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the sizes that grow
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # a slope is fitted to this many of a sweep's largest sizes, since exponents are asymptotic
-# Maximum excess of a slope over an exponent. A wrong power adds 1 to the slope. Over three doublings, a lower-order term of
-# 10 % changes the slope by 0.04, and a step from 15 to 16 Taylor terms or squarings adds 0.03.
+# How far a slope may exceed the paper's exponent. An extra factor N adds 1 to the slope. Over three doublings of N, a
+# lower-order term of 10 % changes the slope by 0.04, and a step from 15 to 16 Taylor terms or squarings adds 0.03.
 TOLERANCE = 0.05
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the costs of Table 1's components, and compares the whole of OSA with torch's fused softmax.
 
-    table_1, linear     the maximum excess of a slope over the paper's exponent, for components and for the whole of OSA
+    table_1, linear     the maximum excess of a slope over the paper's exponent: for the components, and for the whole of OSA
     formed              log–log slopes of operations over N if S is formed (Eq. 7), and if A is formed (Eq. 6)
-    crossings           the N above which OSA is faster than softmax, forward and backward
+    crossings           the N above which OSA is faster than softmax, for a forward and backward pass
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components: list[dict[str, Any]] = [
@@ -251,13 +251,13 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree of an order of growth in some symbols: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
+    """Returns the degree of an order of growth in `symbols`: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
-    """Returns the largest excess of a slope over the exponent of its order, or NaN if a slope is NaN."""
+    """Returns the largest excess of a slope over the `degree` of the paper's order, or NaN if a slope is NaN."""
     excesses = []
     for own, order in measured:
         for name, (sweep, symbols) in itertools.product(QUANTITIES.values(), JUDGED.items()):
@@ -266,7 +266,7 @@ def max_excess(measured: list[tuple[dict, dict]]) -> float:
 
 
 def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Returns a quantity of the forward and backward pass together, with N as rows and parts as columns."""
+    """Returns `quantity` of a forward and backward pass, in a table with a row for each N and a column for each part."""
     rows = table[(table["sweep"] == "tokens") & (table["pass"] == BOTH)]
     return rows.pivot(index="tokens", columns="part", values=quantity)
 
@@ -287,7 +287,7 @@ def crossing(ratio: pd.Series) -> float | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the time and peak memory of a forward and backward pass against N, for OSA, fused softmax and N×N matrices."""
+    """Draws time and peak memory, forward and backward, against N: for OSA, fused softmax, and methods with N×N matrices."""
     lines = {part: look_of(part).line(label=lab.label(part)) for part in OSA}
     lines["softmax"] = look_of("softmax").line(label="softmax, fused")
     lines["softmax_dense"] = {"color": PALETTE[4], "label": "softmax, N×N"}

@@ -1,7 +1,7 @@
 """Is OSA (QR) as accurate as ViT? Eleven new seeds of each model answer the question, or leave it open.
 
-Seeds 10 to 14 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25 alone
-decide the claim, with the rule and the limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
+Seeds 10 to 14 of Table 2 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25
+alone decide the claim, by the rule and limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
 later seeds. The page shows no result until all runs have ended.
 """
 
@@ -57,11 +57,11 @@ def judge(claim: Accuracy, results: Results) -> Verdict | None:
 
 
 def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:
-    """Simulates how often the rule decides.
+    """Simulates how often the rule reaches a verdict.
 
-    `rows` has the shares of "reproduced" and "contradicted" for each true difference in points. `together` has two shares of
-    "reproduced" after Holm's correction, for two models of equal accuracy. In the first case no other comparison of the
-    family is significant. In the second case all other comparisons but one are significant.
+    `rows` has the rates of "reproduced" and "contradicted" for each true difference in points. `together` has the rate of
+    "reproduced" for two equally accurate models under Holm's correction, in two cases: if no other comparison of the family
+    is significant, and if all other comparisons but one are significant.
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

@@ -1,10 +1,10 @@
-"""Compares the first training steps of OSA with three methods: Newton–Schulz with the paper's K = 6, with K = 10, and QR.
+"""Compares three methods in the first training steps of OSA: Newton–Schulz with K = 6 (the paper's) or K = 10, and QR.
 
 All methods start from the same weights and see the same images. Section 3 prefers Newton–Schulz for its stable gradients.
 But the error of Newton–Schulz grows with ‖S‖₂, and nothing bounds ‖S‖₂ during training. We repeat each failing run in
 float64, to see the effect of rounding.
 
-The study takes one core an hour and a half, so no DVC stage runs it. The command is `python -m pipeline study first_steps`.
+The study takes 1.5 hours on one core, so no DVC stage runs it; the command is `python -m pipeline study first_steps`.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ class Settings(comparison.Settings):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the loss, the gradient and the `extremes` of each step. A run that fails is repeated in float64."""
+    """Measures loss, gradient norm and `extremes` at each step. A run that fails to learn is repeated in float64."""
     tables = []
     for name, (variant, overrides, seed) in settings.requests():
         config = lab.config(variant, overrides)
@@ -51,7 +51,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def as_dtype(training: Training, dtype: torch.dtype) -> Training:
-    """Converts a training's weights and images to another dtype."""
+    """Converts the weights and images of a `Training` to another dtype."""
     data = training.data
     train, test = (replace(images, levels=images.levels.to(dtype)) for images in (data.train_images, data.test_images))
     training.data = replace(data, train_images=train, test_images=test)
@@ -84,7 +84,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's failing seeds, and `extremes_of` its float32 runs: those that learn, and those that fail."""
+    """Returns each model's failing seeds, and `extremes_of` its float32 runs, separately for learning and failing runs."""
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
     for name, training in settings.runs.items():
@@ -113,7 +113,7 @@ def extremes_of(rows: pd.DataFrame) -> dict[str, float] | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws ‖S‖₂ and the gradient against steps: the median over seeds that learn, and a line for each run that fails."""
+    """Draws ‖S‖₂ and the gradient norm at each step: the median over runs that learn, and a line for each run that fails."""
     figure, axes = panels(2, height=2.9)
     titles = {"skew_norm": "‖S‖₂, largest head", "gradient": "Gradient of the loss"}
     handles, single = [], tables["steps"][tables["steps"]["dtype"] == "float32"]

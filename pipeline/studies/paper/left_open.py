@@ -1,4 +1,4 @@
-"""Choices that the paper leaves open. We change one choice at a time, and compare with the runs of the first reading."""
+"""Do choices that the paper leaves open matter? We change one at a time, and compare with the runs of the first reading."""
 
 from matplotlib.figure import Figure
 
@@ -13,7 +13,7 @@ MARGIN = 1.0  # a change of more than this many points would matter to Section 5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes` by name, by key of params.yaml (`tried`), and the rows that matter (`matter`).
+    """Returns the rows of `changes` by name, the same rows by key of params.yaml (`tried`), and the rows that matter.
 
     `topics` counts the details that the paper leaves open, and `choices` counts the choices that have a run.
     """
@@ -32,11 +32,11 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """Returns the change of accuracy that each choice causes, with a 95 % interval.
+    """Returns the change in accuracy that each choice causes, with a 95 % confidence interval.
 
-    The change is measured from the mean accuracy of the first reading's runs that start to learn. We assume that both
-    samples have the same spread, so that one run of a choice is enough for an interval. A choice matters if its whole
-    interval lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
+    The baseline is the mean accuracy of the first reading's runs that start to learn. We assume that a choice does not alter
+    the spread over runs, so one run of a choice is enough for an interval. A choice matters if the whole interval of its
+    change lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():

@@ -1,8 +1,8 @@
-"""Compares ViT with OSA without skips and LN on CIFAR-10, each trained with the better of two optimisers.
+"""Compares two models on CIFAR-10, ViT and OSA without skips and LN, each trained with the better of two optimisers.
 
-Short trainings search for the learning rate with the lowest train loss, for each model and optimiser. Long trainings at this
-rate follow, with other seeds. The better optimiser of a model is the one whose long trainings end with the lower mean train
-loss. We wrote the claim before the first run. The page shows nothing until all runs have ended.
+For each model and optimiser, short runs search for the learning rate with the lowest train loss. Long runs at this rate
+follow, with other seeds. The better optimiser of a model is the one whose long runs end with the lower mean train loss. We
+wrote the claim before the first run. The page shows nothing until all runs have ended.
 """
 
 import itertools
@@ -24,8 +24,8 @@ CLAIM = "osa_matches_vit_with_better_optimisers"
 class Settings(Section):
     """Every optimiser trains every model at every rate with `search_seed`, and then at the best rate with `seeds`."""
 
-    reading: Name  # a key of readings in pipeline/paper.yaml
-    set: Overrides  # values that replace the reading's values in all trainings
+    reading: Name  # a key of `readings` in pipeline/paper.yaml
+    set: Overrides  # values that replace the reading's values in all runs
     models: dict[Name, Name]  # name in the claim → variant
     optimizers: Annotated[list[str], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
@@ -40,13 +40,13 @@ def request(settings: Settings, model: str, optimizer: str, rate: float, seed: i
 
 
 def search_requests(settings: Settings, model: str, optimizer: str) -> dict[float, Request]:
-    """Returns the request of the short training at each rate."""
+    """Returns the request for the short run at each rate."""
     epochs = {"epochs": settings.search_epochs}
     return {rate: request(settings, model, optimizer, rate, settings.search_seed, **epochs) for rate in settings.rates}
 
 
 def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float | None:
-    """Returns the rate whose short training ends with the lowest train loss, or None until all of them have ended."""
+    """Returns the rate whose short run ends with the lowest train loss, or None until all short runs have ended."""
     losses: dict[float, Any] = {}
     for rate, each in search_requests(settings, model, optimizer).items():
         losses[rate] = comparison.last_loss(each, "train_loss", lab)
@@ -54,9 +54,9 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields (name, request) of each training.
+    """Yields (name, request) for each run.
 
-    The long trainings of a model and an optimiser follow once the short trainings of this pair have ended.
+    The long runs of a model and an optimiser follow once the short runs of this pair have ended.
     """
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():

@@ -2,8 +2,8 @@
 
 We declared the following before the first run. A search trains each model with Table 2's recipe at three rates with one
 seed, and holds out 5,000 training images. The best rate has the lowest loss on these images. If the highest rate is the
-best, the search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, with the
-limit and the test of the study decision.
+best, the search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, by the
+limit and the test of the study `decision`.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ CLAIM = "osa_matches_vit_at_own_rates"
 class Settings(Section):
     """Each model is trained at every rate with `search_seed`, and then at its best rate with `seeds`."""
 
-    reading: Name  # a key of readings in pipeline/paper.yaml
+    reading: Name  # a key of `readings` in pipeline/paper.yaml
     models: Annotated[list[Name], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     last_rate: PositiveFloat  # the search tries this rate if the highest of `rates` is the best
-    held_out: PositiveInt  # number of training images whose loss decides a search
+    held_out: PositiveInt  # number of held-out training images, whose loss decides a search
     search_seed: Seed
     seeds: Seeds
-    spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy, in points, as in the study decision
+    spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy, in points, as in the study `decision`
     differences: list[float]
 
 
@@ -42,7 +42,7 @@ def request(model: str, rate: float, seed: int, **train: Any) -> Request:
 
 
 def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | None]:
-    """Returns the held-out loss at each rate of a search: infinite if the training diverged, None if it is unfinished."""
+    """Returns the held-out loss at each rate of a search: infinite if the run diverged, None if it has not ended."""
     losses = {rate: search_loss(settings, model, rate, lab) for rate in settings.rates}
     if None not in losses.values() and best(losses) == max(settings.rates):
         losses[settings.last_rate] = search_loss(settings, model, settings.last_rate, lab)
@@ -50,7 +50,7 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    """Returns the last loss on the held-out images. A search's run records this loss as its test loss."""
+    """Returns the last loss on the held-out images. A run of the search records it as test loss."""
     return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 
@@ -63,7 +63,7 @@ def best(losses: dict[float, Any]) -> float:
 
 
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
-    """Yields (name, request) of each training. Trainings at a model's best rate follow once the model's search has ended."""
+    """Yields (name, request) for each run. Runs at a model's best rate follow once the model's search has ended."""
     for model in settings.models:
         losses = searches(settings, model, lab)
         for rate in losses:

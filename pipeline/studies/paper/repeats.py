@@ -1,4 +1,4 @@
-"""Does a second training give the same result? Some runs of Table 2 and of the first reading were trained again: by this
+"""Does a repeated run give the same result? Some runs of Table 2 and of the first reading were trained again: by this
 study, by another study, or in this checkout since the last commit.
 
 On the same kind of machine, every bit of the weights and curves is the same. On another kind of machine, rounding differs,
@@ -27,7 +27,7 @@ COLUMNS += ["torch", "torch_there", "test_accuracy", "test_accuracy_there", "dif
 COMPARED = ["variant", "seed", "same_weights", "test_accuracy", "test_accuracy_there", "difference"]
 REPEATED = (TABLE_2, "first_reading")
 
-EndedRun = tuple[RunRecord, dict]  # record and metrics of a training that has ended
+EndedRun = tuple[RunRecord, dict]  # record and metrics of a run that has ended
 
 
 class Repeat(Section):
@@ -45,7 +45,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 
 
 def read(settings: Settings, lab: Lab) -> Tables:
-    """Returns a row for each pair of trainings of the same configuration and seed.
+    """Returns two tables, with a row for each pair of runs of the same variant and seed.
 
     repeats     a run of this or another study, and the run of Table 2 or of the first reading that it repeats
     replaced    a run of Table 2 trained since the last commit, and the committed run that it replaces
@@ -60,13 +60,13 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def ended_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run, or None if the training has not ended."""
+    """Returns the record and metrics of a run, or None if it has not ended."""
     record = run.record()
     return (record, run.metrics()) if record else None
 
 
 def committed_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run in the last commit, or None if either file is missing."""
+    """Returns the record and metrics that the last commit has of a run, or None if either file is missing."""
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None
@@ -74,13 +74,13 @@ def committed_run(run: Run) -> EndedRun | None:
 
 
 def compared(pairs: Iterable[tuple[Run, EndedRun | None, EndedRun | None]]) -> pd.DataFrame:
-    """Returns a row for each pair of different trainings that have both ended."""
+    """Returns a row for each pair of runs that have both ended, except for a run paired with itself."""
     rows = [compare_runs(run, after, before) for run, after, before in pairs if after and before and after != before]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
-    """Returns a row that compares two trainings. Accuracies are in per cent, as measured during training."""
+    """Returns a row that compares two runs. Accuracies are in per cent, as measured during training."""
     (new, new_metrics), (old, old_metrics) = after, before
     return {
         "variant": run.variant,
@@ -100,11 +100,11 @@ def compare_runs(run: Run, after: EndedRun, before: EndedRun) -> dict:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Summarises the pairs of trainings of the same recipe.
+    """Summarises the pairs of runs with the same recipe.
 
     repeated     the number of repeats on the same kind of machine, with the same version of torch
-    same_bits    how many of these repeats have bitwise identical curves and weights
-    elsewhere    the other repeats, and whether their accuracies lie in the prediction interval of one more seed
+    same_bits    how many of these repeats have the curves and weights of the first run, bit for bit
+    elsewhere    the other repeats, and whether their accuracies lie in the prediction interval for one more seed
     """
     table = tables["repeats"]
     table = table[table["same_recipe"].astype(bool)]

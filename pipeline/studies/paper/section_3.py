@@ -30,7 +30,7 @@ class Settings(Section):
 def measure(settings: Settings, lab: Lab) -> Tables:
     """Measures the relative error of ∂⟨direction, output⟩/∂M in float32, for each matrix M and each method.
 
-    Every M has σ_max = 1. The reference is autograd through the dense form of the same function in float64.
+    Every M has σ_max = 1. The reference gradient comes from autograd through the dense form of the same function in float64.
     """
     rows = []
     for condition, seed in itertools.product(settings.conditions, settings.seeds):
@@ -60,7 +60,7 @@ def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each method's median error over the matrices M with the maximum condition number, and their σ_min."""
+    """Returns each method's median error over the matrices M with the maximum condition number, and σ_min of these M."""
     gradients, worst = tables["gradients"], max(settings.conditions)
     errors = gradients[gradients["condition"] == worst].groupby("method")["error"].median()
     return {"methods": {method: {"worst": errors[method]} for method in METHODS}, "smallest": 1 / worst}

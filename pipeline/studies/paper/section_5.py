@@ -33,7 +33,7 @@ from pipeline.studies.paper import CLAIMS_FILE, decision, own_rate
 
 RULES_FILE = Path(__file__).with_name("rules.csv")  # the verdicts on seeds 0 to 9 under each of three rules
 PRIMARY = ("osa_matches_vit", "osa_approaches_vit_speed", "osa_beats_noskip", "osa_faster_than_noskip")
-FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # claim → function that judges its new seeds
+FRESH = {decision.CLAIM: decision.verdict, own_rate.CLAIM: own_rate.verdict}  # claim → function that judges it on new seeds
 SPEED = ("osa_approaches_vit_speed", "osa_faster_than_noskip")
 ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
@@ -64,7 +64,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns a row for each comparison of each claim: the verdict, and the paper's value if the paper's Table 2 has one."""
+    """Returns a row for each comparison of each claim: the verdict, and the paper's value if its Table 2 gives one."""
     claims, declared = read_claims(CLAIMS_FILE), Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
     judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
@@ -80,8 +80,8 @@ def judge_all(results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
 def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
     """Judges Table 2's runs.
 
-    If new seeds have decided a claim, their verdict replaces the verdict of Table 2's runs, and `before` has the replaced
-    verdict.
+    Once a claim has been judged on new seeds, the new verdict replaces the verdict on Table 2's runs, and `before` has the
+    replaced verdict.
     """
     judged = judge_all(results_of(lab), lab)
     for name, verdict in fresh(lab).items():
@@ -98,13 +98,13 @@ def baseline(claim: AnyClaim) -> str:
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """Returns the verdicts of new seeds on the claims in `FRESH`, without claims that still wait for runs."""
+    """Returns the verdicts on new seeds for the claims in `FRESH`, except claims that still wait for runs."""
     found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
 
 def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -> dict:
-    """Counts the verdicts of the primary comparisons. Verdicts in `fresh` replace the verdicts of Table 2's runs.
+    """Counts the verdicts on the primary comparisons. Verdicts in `fresh` replace the verdicts on Table 2's runs.
 
     adjusted   Holm's adjusted p-value of each comparison
     together   the number of comparisons that hold at a family-wise error of 5 %
@@ -127,18 +127,18 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts the verdicts: in total, open ones, and by word."""
+    """Counts all verdicts, the open verdicts, and the verdicts with each word."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Returns a row for each of `FRACTIONS`: for the train loss that the second model reaches in this share of its training.
+    """Returns a row for each train loss that the second model reaches within one of `FRACTIONS` of its training.
 
     `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to the loss
-    divided by the second model's, estimated as in claims of speed. A loss has no row if half of a model's
-    runs never reach it.
+    divided by the second model's, estimated as in claims about speed. A loss has no row if half of the runs of either model
+    never reach it.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
@@ -152,9 +152,9 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the second model's epoch at which the first model gets ahead: it reaches all further losses in fewer epochs.
+    """Returns the second model's epoch from which the first model stays ahead: it reaches all lower losses in fewer epochs.
 
-    Returns None if the first model needs at least as many epochs to the lowest loss that both models reach.
+    Returns None if the first model needs at least as many epochs to reach the lowest loss that both models reach.
     """
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
@@ -163,7 +163,7 @@ def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
 
 
 def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws a forest plot: each comparison of OSA with its interval, its limit and the paper's value."""
+    """Draws a forest plot: estimate, interval, limit and the paper's value for each comparison of OSA with another model."""
     judged = judge_table_2(lab)
     rows = [row for name in ABOUT_OSA for row in judged[name].values() if row["verdict"].n]
     if not rows:
@@ -186,7 +186,7 @@ def draw_comparisons(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws a dot for each run of Table 2 and a bar for the paper's value. A log-odds axis spreads out values near 100 %."""
+    """Draws a dot for each run of Table 2 and a stroke for the paper's value. A log-odds axis spreads values near 100 %."""
     results, models = results_of(lab), list(lab.params.run.variants)
     found = {model: results.accuracies(model) for model in models}
     if not any(found.values()):
@@ -206,7 +206,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of two models' epochs to a train loss, against the loss. A vertical line marks the claim's loss."""
+    """Draws the ratio of two models' epochs to a train loss, against the loss. A line marks the loss in the claim's rule."""
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

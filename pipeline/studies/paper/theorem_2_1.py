@@ -1,8 +1,8 @@
 """Theorem 2.1: exp(S) = I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, for an orthonormal basis B of span[Q, K].
 
 The methods "qr" and "exact" must give the dense exponential up to rounding. Newton–Schulz (Eq. 9) stops before B is
-orthonormal. How far from exp(S) is the resulting A? We vary ‖S‖₂ and cond(M) of Gaussian matrices M, and measure layers as
-initialised.
+orthonormal. How far from exp(S) is the resulting A? We vary ‖S‖₂ and cond(M) for random M = [Q, K], and also measure layers
+of initialised models.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> list[dict]:
-    """Returns a row for each precision and head, for the image with the largest error.
+    """Returns a row for each precision and head: the values for the image with the largest error.
 
     `query` and `key` are (images, h, N, d_v), and `scale` is (h, 1, 1).
     """
@@ -78,7 +78,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the dtype of the inputs. exp(S) is dense and in float64."""
+    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the inputs' dtype. The reference exp(S) is dense, in float64."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 

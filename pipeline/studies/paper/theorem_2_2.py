@@ -94,9 +94,9 @@ def _weights(settings: Settings, lab: Lab, seed: int, width: int) -> list[tuple[
 def attention_stack(
     x: Tensor, weights: list[tuple[Tensor, Tensor, Tensor]], attention: Callable[..., Tensor], skip: bool
 ) -> Iterator[Tensor]:
-    """Yields X₀ = x, and then X_l = attention(X W^Q_l, X W^K_l, X W_l) of each layer l, where X = X_{l−1}, (N, d).
+    """Yields X₀ = x, and then X_l = attention(X W^Q_l, X W^K_l, X W_l) for each layer l, with X = X_{l−1}. Each is (N, d).
 
-    If `skip` is true, each layer adds X. `weights` has W^Q, W^K and W = W^V W^O of each layer, each (d, d).
+    If `skip` is true, X is added to each X_l. `weights` has W^Q, W^K and W = W^V W^O of each layer, each (d, d).
     """
     yield x
     for w_query, w_key, w_value in weights:
@@ -115,7 +115,7 @@ def kernel_eigenvalues(x: Tensor) -> Tensor:
 
 def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
     """Returns effective rank, λ₁/Σλ, Σλ, and the largest relative change of an eigenvalue since depth 0."""
-    kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # drops eigenvalues that may be rounding alone
+    kept = first > len(first) * torch.finfo(first.dtype).eps ** 2 * first[0]  # drops eigenvalues that may be rounding errors
     return {
         "effective_rank": effective_rank(values),
         "largest_share": (values[0] / values.sum()).item(),
@@ -125,7 +125,7 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the largest change of an eigenvalue by method, and images' effective ranks before and after softmax stacks."""
+    """Returns each method's largest change of an eigenvalue, and images' effective ranks before and after softmax stacks."""
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()

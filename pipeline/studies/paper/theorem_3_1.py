@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
 The proof needs a B whose singular values σᵢ are at most 1. Newton–Schulz (Eq. 9) gives such a B. Do the bounds hold with
-Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in a model? We vary K, cond(M) and ‖S‖₂ of
-Gaussian matrices M, and measure layers as initialised, with the K of each model.
+Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in a model? We vary K, cond(M) and ‖S‖₂ for
+random M = [Q, K], and also measure layers of initialised models, with each model's K.
 """
 
 import itertools
@@ -32,7 +32,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 
 BOUND_COLUMNS = ["bound_10", "bound_11", "bound_general"]
 COLOURS = {"newton_schulz": look_of("newton_schulz").colour, "polar_express": PALETTE[4]}
-DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # one for each cond(M) in the figure
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # a line style for each cond(M) in the figure
 
 
 class Settings(Section):
@@ -63,7 +63,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each algorithm, S and K, and for a model's layers also for each image and head.
+    """Returns a row for each algorithm, S and K. A model's layer has such rows for each image and head.
 
     `m` is ([images, h,] N, 2d_v). `condition` holds cond(M), ([images, h]). Each S of `skews` is ([images, h,] N, N).
     `counts` holds the values of K, in rising order.
@@ -80,7 +80,7 @@ def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], cou
 
 
 def _bases(m: Tensor, num_iterations: int) -> dict[str, list[Tensor]]:
-    """Returns M₁, …, M_K of Newton–Schulz and of Polar Express."""
+    """Returns the iterates M₁, …, M_K of Newton–Schulz and of Polar Express."""
     express = [POLAR_EXPRESS[min(k, len(POLAR_EXPRESS) - 1)] for k in range(num_iterations)]
     return {"newton_schulz": iterates(m, [(1.5, -0.5, 0.0)] * num_iterations), "polar_express": iterates(m, express)}
 
@@ -121,7 +121,7 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
         (e^(σ₁²‖S‖) − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|   for B of any norm
 
     σᵢ are the singular values of B (..., N, r). The proof (Eq. 41 and 43) drops the factors ‖Σ‖₂⁴ and ‖ΣΣᵀ‖₂ⁿ⁻¹, which are
-    at most 1 for Newton–Schulz. With these factors, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
+    at most 1 for Newton–Schulz. If we keep them, Eq. 42 sums to (e^(σ₁²‖S‖) − 1)/σ₁², which gives the third bound.
     """
     squares = torch.linalg.svdvals(basis).square()
     gap = (squares * (squares - 1)).abs().amax(-1)
@@ -150,13 +150,13 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
-    """Adds an allowance for rounding to the bounds, which hold in exact arithmetic."""
+    """Adds an allowance for rounding to the bounds, which were derived for exact arithmetic."""
     slack = errors["tokens"].map(lambda tokens: rounding(tokens, torch.float64))
     return errors.assign(**{bound: errors[bound] + slack for bound in BOUND_COLUMNS})
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws against K: the error at the ‖S‖₂ nearest to 1, by cond(M), and the maximum ratio of the error to Eq. 10."""
+    """Draws two panels over K: the error for each cond(M) at the ‖S‖₂ nearest to 1, and the largest error / Eq. 10."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -1,6 +1,6 @@
 """Theorem 4.1: the Jacobian of one head of OSA is J₁ + J₂.
 
-We compute J by automatic differentiation of the head, and compare it with J₁ + J₂ of Eq. 13, computed independently.
+We compute J by automatic differentiation of the head, and compare it with J₁ + J₂, which we compute from Eq. 13.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def terms_and_jacobian(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns J₁ and J₂ of Eq. 13, and J by automatic differentiation, each (N·d, N·d).
 
-    J₁ needs ∂A, which has a closed form for A = exp(S). The A of Newton–Schulz needs automatic differentiation.
+    J₁ needs ∂A, which has a closed form for A = exp(S). For Newton–Schulz we differentiate A automatically.
     """
     w_query, w_key, w_value, w_out = weights
 

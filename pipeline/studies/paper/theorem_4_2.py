@@ -1,4 +1,4 @@
-"""Theorem 4.2: with the initialisation of Section 4 the query–key product W̃ has condition number 1.
+"""Theorem 4.2: with the initialisation of Section 4, the query–key product W̃ has condition number 1.
 
 We measure the singular values and the condition number κ of W̃ with this initialisation and with Xavier's.
 """
@@ -27,7 +27,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the singular values of each head's W̃, with Section 4's weights in float32 and float64, and with Xavier's."""
+    """Measures the singular values of each head's W̃: Section 4's weights in float32 and float64, Xavier's in float64."""
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():
@@ -59,7 +59,7 @@ def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the largest |σ − 1| of Section 4's initialisation in each precision."""
+    """Checks the largest |σ − 1| under Section 4's initialisation in each precision."""
     weights = tables["weights"]
     checks = {}
     for dtype, own in weights[weights["source"] == SECTION_4].groupby("dtype"):

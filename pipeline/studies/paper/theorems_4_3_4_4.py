@@ -1,7 +1,7 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
-We vary α, and compare ‖J₁‖₂ and κ(J) of one head with their bounds. Beyond the theorems, we measure each layer of the models
-as initialised and as trained: κ(J) of the layer's first head, and κ(Σᵢ W^Vᵢ W^Oᵢ) over all heads.
+We vary α, and compare ‖J₁‖₂ and κ(J) of one head with their bounds. Beyond the theorems, we measure two
+numbers for each layer of initialised and trained models: κ(J) of the first head, and κ(Σᵢ W^Vᵢ W^Oᵢ), a sum over heads i.
 """
 
 import itertools
@@ -27,9 +27,9 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-# Slopes are fitted to α up to this value. There ‖S‖ < 0.05, so the next order in α is below 5 % of the first order.
+# Slopes are fitted to α up to this value. For such α, ‖S‖ < 0.05, so the term in α² is below 5 % of the term in α.
 FIT_BELOW = 1e-3
-# The next order can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
+# The term in α² can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
 SLOPE_TOLERANCE = 0.01
 MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for layers as initialised
 
@@ -59,8 +59,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
     """Returns the quantities of both theorems for one head.
 
-    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1. The digits in a file could not tell κ(J)
-    itself from 1 for small α.
+    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1, because for small α the digits stored in a file could not
+    tell κ(J) itself from 1.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -95,7 +95,7 @@ def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -
 
 
 def first_term_constant(x: Tensor, width: int) -> float:
-    """Returns C = 2‖X‖₂²/√d_v of the bound ‖J₁‖₂ ≤ Cα. The bound holds for A = exp(S) at Section 4's initialisation.
+    """Returns C = 2‖X‖₂²/√d_v, for the bound ‖J₁‖₂ ≤ Cα. The bound holds for A = exp(S) at Section 4's initialisation.
 
     ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂. The first factor is at most ‖X‖₂. The second factor is at most 1
     (Eq. 80, applied to S itself). The third factor is at most 2α‖X‖₂/√d_v (Eq. 83). The bound holds for M of any rank, since

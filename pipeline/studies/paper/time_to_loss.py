@@ -1,4 +1,4 @@
-"""Converts Section 5's claims of speed from epochs to seconds, with the ratio of two models' seconds per step.
+"""Converts Section 5's comparisons of speed from epochs to seconds, using the ratio of two models' seconds per step.
 
 All models take the same number of steps per epoch. The claims are about epochs, so the ratios of seconds have no verdict.
 """
@@ -20,9 +20,9 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each OSA model and each baseline.
+    """Returns a row for each OSA model and baseline, with ratios of seconds on each machine.
 
-    `keeps` is the smallest limit at which the claim is reproduced. A ratio of seconds is NaN if a model was not timed there.
+    `keeps` is the smallest limit at which the claim is reproduced. Ratios are NaN if the machine did not time both models.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
@@ -42,7 +42,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, dict[str, float]]:
     """Returns the seconds of each model's training step, by machine, CPUs first.
 
-    On CPUs, models have trained weights if the benchmark timed trained weights. On GPUs, models have initial weights.
+    On CPUs, models have trained weights if the benchmark timed such weights. On GPUs, models have initial weights.
     """
     timed = []
     for path in measured("step.csv"):
@@ -57,7 +57,7 @@ def step_seconds() -> dict[str, dict[str, float]]:
 
 
 def least_limit(verdict: Verdict) -> float:
-    """Returns the smallest limit, to two decimals, at which the test reproduces the claim."""
+    """Returns the smallest limit, to two decimals, at which the verdict would be "reproduced"."""
     return math.floor(100 * verdict.bound + 1) / 100 if math.isfinite(verdict.bound) else math.inf
 
 

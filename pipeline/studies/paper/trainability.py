@@ -1,8 +1,8 @@
 """Trainability: does OSA make Transformers without skips and normalisation easier to train?
 
-We measure networks of several depths as initialised. The paper uses SUO in the MLPs of OSA and Xavier in the MLPs of the
-ViTs. To separate attention from MLPs, we combine OSA (QR), OSA (NS) and softmax with SUO and with Xavier. We also measure
-ViTs with normalisation.
+We measure networks of several depths as initialised. The paper initialises the MLPs of OSA with SUO and the MLPs of the ViTs
+with Xavier. To separate attention from MLPs, we combine OSA (QR), OSA (NS) and softmax with SUO and with Xavier. We also
+measure ViTs with normalisation.
 """
 
 import itertools
@@ -33,7 +33,7 @@ class Settings(Section):
     depths: Depths
     gradient_images: PositiveInt = 16  # number of test images for the loss whose gradient is measured
     samples: PositiveInt = 8  # draws for Hutchinson's estimator; 8 draws give an error of a few per cent
-    power_iterations: PositiveInt = 10  # few, since one singular value of a product of many matrices dominates
+    power_iterations: PositiveInt = 10  # few, since a product of many matrices has one dominant singular value
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
@@ -47,7 +47,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        if mlp == lab.config(variant).variant.mlp_init:  # once per variant, since `attention_jacobian` leaves out the MLPs
+        if mlp == lab.config(variant).variant.mlp_init:  # for one `mlp_init`, since `attention_jacobian` leaves out MLPs
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))
@@ -122,7 +122,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def kept_per_block(table: pd.DataFrame, column: str) -> float:
-    """Returns the factor per block by which a column changes with depth, as a geometric mean over seeds."""
+    """Returns the factor by which a column changes per block of depth, as a geometric mean over seeds."""
     slopes = [np.polyfit(own["depth"], np.log(own[column]), 1)[0] for _, own in table.groupby("seed")]
     return float(np.exp(np.mean(slopes)))
 

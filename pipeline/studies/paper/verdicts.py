@@ -1,6 +1,6 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-For the error rates, the true difference is the limit of a claim, so every "reproduced" or "contradicted" is an error. For
+For the error rates, the true difference is a claim's limit, so every "reproduced" or "contradicted" is an error. For
 the power, the true accuracies are those in the paper's Table 2. The value of a run is normally distributed, with the spread
 that claims.yaml declares. A share of the runs does not start to learn. For the error rates, such runs occur in both models;
 for the power, they occur only in OSA (NS).
@@ -24,7 +24,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
 FAILING = (0.0, 0.1)  # shares of runs that do not start to learn
-# The value of a failing run is normal, with the second model's mean plus FAILED as mean, and SCATTER as standard deviation.
+# A failing run's value is normally distributed: mean FAILED plus the second model's mean, standard deviation SCATTER.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced": errors if the true value is a limit, and power if the true values are the paper's."""
+    """Returns rates of "reproduced": errors if the true difference is the limit, and power if it is the paper's."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

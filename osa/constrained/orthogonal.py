@@ -1,8 +1,8 @@
-"""Weights that stay orthogonal, by a parametrisation as rotations, or by a retraction after each step of the optimiser.
+"""Keeps weights orthogonal, by parametrising them as rotations, or by a retraction after each step of the optimiser.
 
 Each map of `MAPS` takes X (..., n, n), of which only the part below the diagonal matters, to a rotation Q(X) ∈ SO(n), or to
-Q(X) B with a base B (..., n, n). All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a learning
-rate means the same step in each. Only the exponential works under torch.func.
+Q(X) B if given a base B (..., n, n). All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a
+learning rate means the same step size in each. Only the exponential map works under torch.func.
 """
 
 import itertools
@@ -42,7 +42,7 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
 
-    Planes with the same i + j share no index, and sorting by i + j keeps the order of planes that share one. So 2n − 3 steps
+    Planes with the same i + j share no index, and sorting by i + j keeps the order of planes that do. So 2n − 3 steps
     of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass undoes the steps
     one by one, so that its memory is O(n²). Second derivatives raise an error.
     """
@@ -183,7 +183,7 @@ class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
     The parameter consists of the n(n − 1)/2 numbers of X below the diagonal. X starts at 0, which leaves the weight
-    unchanged to the bit. The sign of det W is always that of det B. Weight decay on X pulls W towards B.
+    unchanged, bit for bit. The sign of det W is always that of det B. Weight decay on X pulls W towards B.
 
     Args:
         name: one of `MAPS`.
@@ -301,7 +301,7 @@ Views = tuple[Tensor, ...]  # views of weights, (count, rows, d) each, whose sta
 
 @dataclass(frozen=True)
 class Constraint:
-    """Groups of projections of an attention layer: the stacked weights of a group are orthonormal.
+    """A constraint on an attention layer: the stacked weights of each group of projections are orthonormal.
 
     If `per_head`, the weights of each head are stacked separately. Otherwise, whole matrices are stacked.
     """
@@ -342,7 +342,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
         by: one of `MAPS`, which then parametrises the weights, or "retraction", for training with `StiefelConstraint`.
 
     Raises:
-        ValueError: the constraint is unknown, `by` is a map and the constraint applies to heads, or a weight is not a
+        ValueError: the constraint is unknown, `by` is a map but the constraint applies to heads, or a weight is not a
             parameter.
     """
     constraint = _constraint(name)
@@ -359,7 +359,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
 
 
 def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """Returns the weights that a constraint names, of every block.
+    """Returns, from every block, the weights that a constraint names.
 
     Raises:
         ValueError: the constraint is unknown, or a weight is not a parameter.
@@ -375,7 +375,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps the weights of a constraint orthonormal while any optimiser trains them. `constrain_` must come first.
+    """Keeps the weights of a constraint orthonormal while any optimiser trains them. Call `constrain_` first.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -390,7 +390,7 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Looks up the views of each group in every block at each call, as the model may have moved to another device."""
+        """Returns the views of each group in every block, looked up at each call because the model may have moved device."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

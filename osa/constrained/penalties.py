@@ -38,7 +38,7 @@ def attention_penalty(a: Tensor) -> Tensor:
     """L_AM = ‖AᵀA − I‖_F² (Section 2.2), summed over the heads and averaged over the batch, for A (B, num_heads, N, N).
 
     For a row-stochastic A, the penalty is 0 only if A is a permutation. Its maximum, N(N − 1), is reached if all tokens
-    attend to one token alone. Uniform attention is a saddle point with penalty N − 1.
+    attend to the same single token. Uniform attention is a saddle point with penalty N − 1.
     """
     return gram_penalty(a) / len(a)
 
@@ -90,7 +90,7 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Returns the output of the model, and the sum of a penalty over its blocks, a scalar tensor.
 
-    A penalty on attention matrices computes them again from the inputs of the attention layers, in N² memory per head.
+    A penalty on attention matrices recomputes them from the inputs of the attention layers, in N² memory per head.
 
     Args:
         model: a model with `blocks`, each with an `attention` and an `mlp`, or a wrapper of one, such as data parallelism.

@@ -37,7 +37,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     of the network without its attention has the derivative `slope` at 1 (5 in He et al. 2023, H.1).
 
     Raises:
-        ValueError: too few MLPs for the slope: no GELU is curved enough. A slope of 5 needs at least 5 MLPs.
+        ValueError: there are too few MLPs for the slope: no GELU is curved enough. A slope of 5 needs at least 5 MLPs.
 
     Example:
         >>> round(float(dks_gelu(36)(torch.randn(1_000_000)).square().mean()), 1)
@@ -75,7 +75,7 @@ def linear_share(activation: Callable[[float], float]) -> float:
 
 
 def gelu_tanh(x: float) -> float:
-    """x (1 + tanh(√(2/π) (x + 0.044715 x³)))/2: `F.gelu(x, approximate="tanh")` of a float."""
+    """x (1 + tanh(√(2/π) (x + 0.044715 x³)))/2: `F.gelu(x, approximate="tanh")` for a float."""
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
@@ -88,7 +88,7 @@ def _mean(function: Callable[[float], float]) -> float:
 
 
 def gelu(x: float) -> float:
-    """x Φ(x): `F.gelu` of a float."""
+    """x Φ(x): `F.gelu` for a float."""
     return x * (1 + math.erf(x / math.sqrt(2))) / 2
 
 

@@ -34,7 +34,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
         (N, N), float64.
 
     Raises:
-        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, which needs negative entries in A.
+        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, for which A needs negative entries.
     """
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
@@ -91,18 +91,18 @@ def signal_preserving_attention(
     """Returns the attention matrices A_1, …, A_L of U-SPA (uniform kernels) or E-SPA (exponential kernels).
 
     If a fraction r of the tokens repeats others, the average of Σ_0 is Σ̄_0 = (1 − r) I + r 11ᵀ (Eq. 12). U-SPA then starts
-    from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has the diagonal 1 (Eq. 15).
+    from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has a diagonal of ones (Eq. 15).
 
     Args:
         kernel: one of `KERNEL_KINDS`.
         num_tokens: N.
         depth: L.
         last: ρ_L or γ_L.
-        causal: a token sees only itself and earlier tokens.
+        causal: each token attends only to itself and to earlier tokens.
         repeated: r, the fraction of repeated tokens or the mean cosine between tokens.
         shortcut: α of a normalised skip around the attention; 0 for no skip. It must be 0 if r > 0.
         cls_index: position of [cls], the model's first token, in the kernel's sequence. The default is the last position if
-            causal, where [cls] sees all tokens, and the middle if not.
+            causal, where [cls] attends to all tokens, and the middle if not.
 
     Returns:
         (L, N, N), float64. Rows and columns are in the model's order of tokens, with [cls] first.

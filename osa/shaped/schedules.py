@@ -1,6 +1,6 @@
 """Kernels of tokens, Σ = X Xᵀ/d, and their schedules over the blocks (He et al. 2023, Section 3.2 and Appendix C).
 
-All tensors are float64 and on the CPU, whatever the default device.
+All tensors are float64 and on the CPU, whatever the default device is.
 """
 
 import itertools
@@ -65,7 +65,7 @@ def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float
     23 (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
 
     Args:
-        schedule: ρ or γ of blocks 0 to L. The result has blocks 1 to L.
+        schedule: ρ or γ for blocks 0 to L. The result is for blocks 1 to L.
         shortcut: α, or 0 for no skip.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Orthogonal self-attention (Zhang & Martens 2026): attention with an orthogonal matrix exp(S), in time linear in tokens.
+"""Orthogonal self-attention (Zhang & Martens 2026): attention with an orthogonal matrix exp(S), in linear time.
 
-Names are imported on first use, so that reading `osa.MODELS` or `osa.NUMERICS` does not wait for torch.
+Names are imported on first use, so that reading `osa.MODELS` or `osa.NUMERICS` does not import torch.
 """
 
 import importlib
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
-# An edit that changes the results of training must increase this number: runs with an older number may be invalid
+# An edit that changes the results of training must increase this number: runs with a lower number may be invalid
 NUMERICS = 2
 
 __all__ = [

@@ -21,7 +21,7 @@ INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str m
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
-    """True if the tensors are on the CPU and torch.compile is tracing.
+    """True if the tensors are on the CPU, torch.compile is tracing, and the method is not "qr_literal".
 
     False in function transforms, which need torch's individual operations, and in torch.export and ONNX, whose programs
     must run without this package.
@@ -37,7 +37,7 @@ def _goes_elsewhere() -> bool:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """`osa.orthogonal_attention` for tensors that `fits` accepts."""
+    """`osa.orthogonal_attention` for arguments that `fits` accepts."""
     if not isinstance(scale, Tensor):
         scale = query.new_full((), scale, dtype=torch.promote_types(query.dtype, torch.float32))
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, scale))

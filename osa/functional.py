@@ -66,35 +66,35 @@ def orthogonal_attention(
     Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with exp(S) to second order and rotates by less than π (Brantner et
     al. 2023, arXiv 2312.11166).
 
-    A = exp(S) preserves lengths at any norm of S: ‖Av‖ equals ‖v‖ up to a relative error of about 100 eps · max(1, ‖S‖₂).
-    Where this fails, the result is NaN, with a warning. Here eps is the machine epsilon of the widest input type, but at
-    most float32's. "polar_express" adds up to 10⁻⁵ to float32's bound if the singular values of M lie in [10⁻³, 1] · ‖M‖_F.
-    The matrix of "newton_schulz" need not be orthogonal. It agrees with the equations of the method to about
-    30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
+    However large S is, A = exp(S) preserves lengths: ‖Av‖ equals ‖v‖ up to a relative error of about 100 eps · max(1, ‖S‖₂).
+    Where the error could be larger, the result is NaN, with a warning. Here eps is the machine epsilon of the widest input
+    type, but at most that of float32. For float32, "polar_express" adds up to 10⁻⁵ to this bound, provided that the
+    singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" is in general not orthogonal. It agrees with
+    Eq. 6, 7 and 9 to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
 
-    The rounding error of Gram matrices grows with scale · ‖M‖₂². This number can exceed ‖S‖₂ if Q ≈ K, if tokens share a
+    The rounding error of Gram matrices grows with scale · ‖M‖₂². This product can exceed ‖S‖₂ if Q ≈ K, if tokens share a
     large component, or if there are outliers. "exact" and "cayley" then replace M by M T, where T is a matrix that leaves S
     unchanged (see `osa.linalg.balanced`), or use the basis of "qr" in float64. "newton_schulz" computes in float64.
 
-    The values of tensors cannot be read on a GPU, or under torch.export, torch.jit.trace and function transforms. "exact"
+    On a GPU, and under torch.export, torch.jit.trace and function transforms, the values of tensors cannot be read. "exact"
     and "cayley" then use M R⁻¹, where R is a Cholesky factor. On the CPU, all methods except "qr" and "qr_literal" then
-    compute in float64. CUDA kernels for widths up to 16 choose between M T and a basis for up to 64 tokens. For 65 to 256
-    tokens they use M T, or return NaN. Kernels for more tokens or larger widths choose between M T and M R⁻¹. Where values
-    cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in a kernel. On CUDA all products of
-    float32 inputs are in full float32 even if the program allows TF32, except under torch.compile and in the backward pass
-    of "qr_literal".
+    compute in float64. CUDA kernels for widths up to 16 are different: for up to 64 tokens, they choose between M T and a
+    basis, and for 65 to 256 tokens, they use M T, or return NaN. Kernels for more tokens or larger widths choose between
+    M T and M R⁻¹. Where values cannot be read, exp(S) is also NaN if ‖S‖_F exceeds 69,000, or 23,000 in a kernel. On CUDA,
+    all products of float32 inputs are computed in full float32, even if the program allows TF32. The exceptions are
+    torch.compile and the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).
         key: (..., N, d).
         value: (..., N, d_value).
         attn_mask: boolean, False for padding, (..., 1, N), or (..., N, N) with equal rows. Padding changes the output of
-            other tokens only by rounding. The output of a padded token is its value. The gradient of "qr_literal" is
+            other tokens only by rounding. A padded token's output is its own value vector. The gradient of "qr_literal" is
             undefined if fewer than min(N, 2d) tokens remain.
-        dropout_p, is_causal: must be 0 and False, because the attention matrix would not be orthogonal.
+        dropout_p, is_causal: must be 0 and False: otherwise the attention matrix would not be orthogonal.
         scale: α/√d_v of Eq. 5; a number or a tensor that broadcasts against the batch dimensions followed by two
             dimensions of size 1, e.g. (num_heads, 1, 1). Default 1/√d.
-        enable_gqa: repeat the heads of key and value, dimension −3, to match those of query.
+        enable_gqa: repeat the heads (dimension −3) of key and value to match the heads of query.
         method: one of the methods in the table above.
         num_iterations: K of Eq. 9, only for "newton_schulz" (default 6, Appendix D) and "polar_express" (default 7).
         epsilon: ε of Section 3, which "newton_schulz" and "polar_express" add to ‖M‖_F.
@@ -133,9 +133,9 @@ def orthogonal_attention_matrix(
     num_iterations: int | None = None,
     epsilon: float = EPSILON,
 ) -> Tensor:
-    """Returns the attention matrix A = exp(S), (..., N, N), that `orthogonal_attention` applies, in O(N²) memory.
+    """Returns the attention matrix A = exp(S) that `orthogonal_attention` applies, (..., N, N). It takes O(N²) memory.
 
-    The arguments and errors are those of `orthogonal_attention`.
+    Arguments and errors are as for `orthogonal_attention`.
 
     Example:
         >>> a = orthogonal_attention_matrix(*torch.randn(2, 50, 16, dtype=torch.float64))
@@ -160,7 +160,7 @@ def _checked_scale(
     num_iterations: int | None,
     epsilon: float,
 ) -> Scale:
-    """Checks the arguments and returns the scale."""
+    """Checks the arguments, and returns the scale or its default."""
     check_method(method, num_iterations, epsilon)
     if method in ("qr", "qr_literal") and goes_to_onnx():
         raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')

@@ -14,7 +14,7 @@ SMALL_SCALE = 0.1  # factor of W^Q and W^K that keeps attention logits at a few 
 
 
 class Attention(Protocol):
-    """What initialisation needs of an attention layer: the number of heads, and four linear layers (d, d)."""
+    """The attributes of an attention layer that initialisation uses: its sizes, and four linear layers (d, d)."""
 
     embed_dim: int
     num_heads: int
@@ -32,7 +32,7 @@ class ScaledAttention(Attention, Protocol):
 
 
 class TwoLayers(Protocol):
-    """What initialisation needs of an MLP: linear layers with weights (H, d) and (d, H)."""
+    """The attributes of an MLP that initialisation uses: two linear layers, with weights (H, d) and (d, H)."""
 
     fc1: nn.Linear
     fc2: nn.Linear
@@ -54,7 +54,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # even there, a draw would take long
+    if torch.get_default_device().type == "meta":  # a meta tensor has no values, but drawing it would still take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -65,7 +65,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
 def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = None) -> Tensor:
     """Fills W, [out, in] as in `nn.Linear.weight`, with max(1, √(out/in)) · Q, where Q is semi-orthogonal and uniform.
 
-    This is the scaled uniform orthogonal initialisation, SUO. y = W x preserves the mean square of the entries: exactly if
+    This is the scaled uniform orthogonal initialisation, SUO: y = W x preserves the mean square of the entries, exactly if
     out ≥ in, on average if out < in (Martens et al. 2021; Section 4.4). Returns the weight.
 
     Raises:
@@ -94,7 +94,7 @@ def init_orthogonal_attention_(
     Args:
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
         alpha: α. Softmax attention ignores it.
-        joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. The blocks of a head
+        joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. Each head's blocks
             remain uniform, and Σ_i W^V_i W^O_i becomes orthogonal. If attention is near the identity, each layer
             multiplies the tokens by about this sum.
     """
@@ -122,7 +122,7 @@ def init_softmax_attention_(
     alpha: float = 0.1,
     generator: Generator | None = None,
 ) -> None:
-    """Draws Xavier uniform weights, and sets zero biases (Appendix D).
+    """Draws Xavier uniform weights, and sets biases to zero (Appendix D).
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -151,12 +151,12 @@ def init_ji_attention_(
 ) -> None:
     """Draws W^V and W^O as scaled orthogonal matrices, and W^Q and W^K so that a token attends mostly to itself.
 
-    Biases are zero (Ji et al. 2025, arXiv:2510.00345).
+    This follows Ji et al. 2025 (arXiv:2510.00345). Biases are zero.
 
         W^V = c U,        W^O = c V,        W^Q_i W^K_iᵀ ≈ a Z_i + b I,
 
     where U and V are Haar on O(d), and Z_i has independent entries N(0, 1/d). The product W^Q_i W^K_iᵀ is the best
-    approximation of rank d_v: if P Σ Rᵀ is the singular value decomposition of a Z_i + b I, then W^Q_i and W^K_i are the
+    approximation of rank d_v: if a·Z_i + b·I has the singular value decomposition P Σ Rᵀ, then W^Q_i and W^K_i are the
     first d_v columns of P Σ^½ and R Σ^½.
 
     The defaults are the values for ViT-B that summaries and a reproduction of Ji et al. give. We assume that U and V span
@@ -194,7 +194,7 @@ def init_signal_preserving_attention_(
 
     Args:
         query_key: "zero_query", as in the paper, sets W^Q = 0 and draws an orthogonal W^K. "zero_key" sets W^K = 0 and draws
-            an orthogonal W^Q. "small" draws both orthogonal, and multiplies them by 0.1.
+            an orthogonal W^Q. "small" draws orthogonal W^Q and W^K, times 0.1.
         value_out: "orthogonal" draws W^V and W^O each as one orthogonal matrix. "gaussian" draws their entries from
             N(0, 1/d) (Figure 9 of He et al.).
 
@@ -246,7 +246,7 @@ def _orthogonal(*linears: nn.Linear, generator: Generator | None) -> None:
 def init_suo_mlp_(
     mlp: TwoLayers, *, transposed: bool = False, gain: float = 1.0, generator: Generator | None = None
 ) -> None:
-    """Draws SUO weights (`scaled_uniform_orthogonal_`) for an MLP, and sets zero biases (Section 4.4).
+    """Draws SUO weights (`scaled_uniform_orthogonal_`) for an MLP, and sets biases to zero (Section 4.4).
 
     Args:
         transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
@@ -272,7 +272,7 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
     where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1). Biases are zero.
 
     This g preserves the mean square of tokens on average, for any φ. U and U Rᵀ are each uniform, as in `init_suo_mlp_`,
-    which draws them independently. To use one U for both is our addition: with the activation "dks_gelu", the variance of
+    which draws them independently. Using one U for both is our addition: with the activation "dks_gelu", the variance of
     log |x|² after L blocks is then of order 1/H instead of L/d (docs/depth.md).
 
     Args:
@@ -299,13 +299,13 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
 
 def init_xavier_mlp_(mlp: TwoLayers, *, generator: Generator | None = None) -> None:
-    """Draws Xavier uniform weights for an MLP, and sets zero biases (Appendix D)."""
+    """Draws Xavier uniform weights for an MLP, and sets biases to zero (Appendix D)."""
     for linear in (mlp.fc1, mlp.fc2):
         xavier_linear_(linear, generator=generator)
 
 
 def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Draws a Xavier uniform weight, and sets a zero bias (Appendix D)."""
+    """Draws a Xavier uniform weight, and sets the bias to zero (Appendix D)."""
     nn.init.xavier_uniform_(linear.weight, generator=generator)
     nn.init.zeros_(linear.bias)
 
@@ -318,7 +318,7 @@ def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 
 def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Draws a weight of variance 1/in from a normal distribution truncated at 2σ, Flax's default, and sets a zero bias."""
+    """Draws a weight of variance 1/in from a normal distribution truncated at 2σ, Flax's default. The bias is zero."""
     truncated_normal_(linear.weight, 1 / (TRUNCATED_STD * math.sqrt(linear.in_features)), generator=generator)
     nn.init.zeros_(linear.bias)
 
@@ -331,6 +331,6 @@ def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # has no values to draw, and drawing would import torch's compiler
+    if tensor.is_meta:  # a meta tensor has no values, but drawing it would import torch's compiler
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

@@ -43,7 +43,7 @@ def timm_attention(
 
 
 class _PickledByCall(type):
-    """Metaclass of the classes of `_timm_class`. Pickle stores such a class as a call of `_timm_class` with `arguments`."""
+    """Metaclass of the classes that `_timm_class` returns. Pickle stores a class as the call `_timm_class(*arguments)`."""
 
     arguments: tuple[Method, int | None, float, float]
 
@@ -84,7 +84,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _reduce(made: "_PickledByCall") -> Any:
-    """Returns what pickle stores: the call that returns a class of `_timm_class`, or the name of a subclass."""
+    """Returns what pickle stores: the call of `_timm_class` that returns the class, or, for a subclass, its name."""
     return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 
@@ -99,12 +99,12 @@ def register_with_transformers(
     epsilon: float = EPSILON,
     alpha: float = 1.0,
 ) -> None:
-    """Registers an orthogonal attention for encoders of transformers, such as ViT and BERT; `set_attention` applies it.
+    """Registers orthogonal attention for encoders in transformers, such as ViT and BERT, for `set_attention` to apply.
 
     Register the attention again, with the same settings, before you load a saved model. A causal model, or training with
     attention dropout, raises ValueError at the first call.
 
-    Every configuration of transformers gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
+    Every transformers configuration gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
     it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it:
     without the key, a saved model would load with softmax.
 
@@ -138,7 +138,7 @@ def register_with_transformers(
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
-    """Gives a model of transformers the attention registered as `name`, and writes its settings into the configuration.
+    """Gives a transformers model the attention registered as `name`, and writes its settings into the configuration.
 
     `attn_implementation=name` alone is not enough: the model raises ValueError at its first call, because its attention
     would not be saved.
@@ -146,8 +146,8 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
     Args:
         model: the whole model that will be saved.
         name: a name registered by `register_with_transformers`.
-        parts: keys of the parts' configurations, such as ("vision_config",) for CLIP, whose text model is causal. Empty: all
-            parts.
+        parts: keys of the configurations of the parts to change, such as ("vision_config",) for CLIP, whose text model is
+            causal. Empty: all parts.
 
     Raises:
         ValueError: the name is not registered, or the model has no such part.
@@ -235,7 +235,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with transformers' signature. Returns the heads, (B, N, h, d_v), and A, (B, h, N, N), or None for A."""
+    """Attention as transformers calls it. Returns the heads, (B, N, h, d_v), and A, (B, h, N, N), if `output_attentions`."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")

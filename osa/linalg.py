@@ -1,4 +1,4 @@
-"""Linear algebra of orthogonal attention. Only M = [Q, K] and its basis have N rows; all others are at most 2d_v×2d_v."""
+"""Linear algebra of orthogonal attention. Only M = [Q, K] and its basis have N rows; other matrices have at most 2d_v."""
 
 import math
 
@@ -21,7 +21,7 @@ POLAR_EXPRESS = (
     (1.875, -1.25, 0.375),
 )
 
-# Maximum spectral radius ρ of Z for one series without halving Z: its terms stay below 4⁴/4! = 11, and hardly cancel
+# Maximum spectral radius ρ for which Z need not be halved: the terms of the series stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
 _MAX_DOUBLINGS = 14  # number of doublings where ρ cannot be read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
@@ -30,7 +30,7 @@ IMBALANCE = 128.0
 
 
 def qr_basis(m: Tensor) -> Tensor:
-    """Orthonormal basis of the columns of M by the reduced QR decomposition (Section 3).
+    """Returns an orthonormal basis of M's column space, from the reduced QR decomposition (Section 3).
 
     For float32 on CUDA, `cholesky_qr_basis` replaces Householder's QR, which would process a batch one matrix at a time and
     wait for the host.
@@ -49,7 +49,7 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, batched and without reading values.
 
-    A shift keeps the first decomposition from failing, and the second decomposition removes the remaining BᵀB − I (Fukaya et
+    A shift keeps the first decomposition from failing, and the second one removes the remaining error BᵀB − I (Fukaya et
     al. 2020). All arithmetic is float64. First, a diagonal matrix of size eps ‖M‖ is added to M, to give it full rank.
     This costs no accuracy: Householder's Q, too, is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4).
 
@@ -83,7 +83,7 @@ def newton_schulz_gram(gram: Tensor, num_iterations: int = 6) -> Tensor:
 
 
 def _newton_schulz_gram(gram: Tensor, num_iterations: int) -> list[Tensor]:
-    """G_0 to G_K, (b, n, n) each."""
+    """Returns G_0 to G_K, (b, n, n) each."""
     grams = [gram]
     for _ in range(num_iterations):
         square = torch.bmm(gram, gram)
@@ -123,7 +123,7 @@ class _NewtonSchulzGram(torch.autograd.Function):
 def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
     """G_K = M_KᵀM_K of the Polar Express iterate M_K, given G₀ = M₀ᵀM₀: `newton_schulz_gram` with other polynomials.
 
-    T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven steps bring singular values in [10⁻³, 1] to 1 within 10⁻⁶;
+    T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven steps bring singular values in [10⁻³, 1] to within 10⁻⁶ of 1;
     Newton–Schulz needs about twenty.
 
     Args:
@@ -146,7 +146,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
     e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed, and the result is
-    NaN where ρ may be too large for s, by the bound 2ρ² ≤ Σ|λ|² = −tr Z².
+    NaN where ρ may be too large for s, judged by the bound 2ρ² ≤ Σ|λ|² = −tr Z².
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -234,7 +234,7 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Upper triangular R, (b, 2d, 2d). The columns of M R⁻¹ are nearly orthonormal, or shorter if M is rank-deficient.
+    """Returns R, upper triangular (b, 2d, 2d): M R⁻¹ has nearly orthonormal columns, or shorter ones if M is rank-deficient.
 
     R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram` = MᵀM.
     """
@@ -246,9 +246,9 @@ def gram_factor(gram: Tensor) -> Tensor:
 def balanced(m: Tensor) -> Tensor:
     """Returns M T for a symplectic T (T J Tᵀ = J): S stays the same, and each pair of columns is as short as possible.
 
-    S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. A 2×2 matrix of determinant 1 that multiplies a
-    pair leaves the pair's term unchanged. So the shorter column's projection on the longer one is subtracted from it.
-    Then one column is multiplied by s and the other by 1/s, which makes both equally long.
+    S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. Multiplying a pair by a 2×2 matrix of
+    determinant 1 leaves its term unchanged. First, the shorter column's projection on the longer is subtracted from the
+    shorter. Then one column is multiplied by s and the other by 1/s, which makes both equally long.
 
     Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that no
     digits are lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, it keeps the type of M.
@@ -264,7 +264,7 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    # minima of the squared lengths: if two columns are parallel, the subtraction leaves only rounding errors of the shorter
+    # lower bounds on the squared lengths: if two columns are parallel, the subtraction leaves only rounding errors
     least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
     s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the limits keep the other from overflowing float32
@@ -283,12 +283,12 @@ def as_batch(x: Tensor) -> Tensor:
 
 
 def identity_like(x: Tensor) -> Tensor:
-    """I of the size of the last dimension of x, in the type and on the device of x."""
+    """Returns the identity matrix of the size of x's last dimension, with x's type and device."""
     return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
 def _spectral_radius(square: Tensor) -> float:
-    """Returns an upper bound of the spectral radii ρ of all Z in the batch, given Z².
+    """Returns an upper bound on the spectral radii ρ of all Z in the batch, given Z².
 
     Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The term in eps covers the rounding error of the trace. A matrix
     with NaN or an overflow has no correct result at any radius, so its ρ is taken to be `_SERIES_RADIUS`.
@@ -322,9 +322,9 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 
 
 class _Phi1Times(torch.autograd.Function):
-    """The Taylor polynomial of φ₁(Z) Y, given Z², which needs no gradient. Its backward pass accumulates in place.
+    """The Taylor polynomial of φ₁(Z) Y. The argument `square` is Z², and needs no gradient. `backward` accumulates in place.
 
-    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y, ZY and Z² are seen as separate inputs,
+    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y, ZY and Z² are treated as separate inputs,
     their gradients are ΣH_j, ΣH_j / (2j + 2) and ΣH_{j−1} P_jᵀ / (2j (2j + 1)). The chain rule through ZY and Z² then gives
     the gradients of Z and Y.
     """

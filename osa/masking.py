@@ -26,7 +26,7 @@ def check_tensors(*tensors: Tensor) -> None:
 
 
 def check_dropout_and_causal(dropout_p: float, is_causal: bool) -> None:
-    """Raises ValueError for dropout and for a causal mask, because the attention matrix would not be orthogonal."""
+    """Raises ValueError for dropout and for a causal mask, because with either, attention would not be orthogonal."""
     if is_causal:
         raise ValueError(
             "is_causal=True is refused: a causal attention matrix is triangular, and only diagonal ones among these are "

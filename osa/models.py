@@ -1,6 +1,6 @@
-"""Builds models by name: the paper's, initialised as in Section 4 and Appendix D, and models for large depths.
+"""Builds models by name: the paper's models, initialised as in Section 4 and Appendix D, and models for large depths.
 
-For each option of `ModelConfig` that chooses a part, a dict maps the option's values to functions.
+For each option of `ModelConfig` that selects a part of the model, a dict maps the option's values to functions.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
 Initialise = Callable[..., None]
-LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # makes the attention of block i; draws its weights
+LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # one makes the attention of block i, one draws its weights
 Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
 
 
@@ -120,10 +120,10 @@ def create_model(name: str, *, generator: Generator | None = None, **changes: Un
     """Builds and initialises a model in `MODELS`, by default with the sizes of Appendix D.
 
     Args:
-        name: one of the paper's five (Section 5), "osa_qr", "osa_ns", "vit", "vit_noskip" and "vit_noskip_nonorm", or any
-            other name in `MODELS`.
+        name: a name in `MODELS`. The paper's five models (Section 5) are "osa_qr", "osa_ns", "vit", "vit_noskip" and
+            "vit_noskip_nonorm".
         generator: a generator on the default device, used for every draw. Default: torch's global one.
-        changes: options of `ModelConfig` that replace those of the model, e.g. depth=12.
+        changes: options of `ModelConfig` that override the named model's options, e.g. depth=12.
 
     Raises:
         ValueError: the model is unknown, or an option has an impossible value.
@@ -177,7 +177,7 @@ def build_vit(
     vit.config = config
     _allocate(vit)
 
-    # The order of the draws must not change, because a seed would then give other weights.
+    # The order of the draws must not change, because a seed would then give different weights.
     truncated_normal_(vit.cls_token, config.embedding_std, generator=generator)
     truncated_normal_(vit.position_embedding, config.embedding_std, generator=generator)
     PATCH_EMBEDDING_INIT[config.patch_embedding](vit.patch_embedding, generator=generator)
@@ -193,7 +193,7 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Moves meta parameters to the default device without values, like `to_empty`, but works under FakeTensorMode too."""
+    """Replaces meta parameters by uninitialised ones on the default device, like `to_empty`, even under FakeTensorMode."""
     device = torch.get_default_device()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""The parts of a Transformer block: two kinds of self-attention, the MLP, and the block with optional skip and norm."""
+"""A Transformer block with optional skips and norms, and its parts: two kinds of self-attention and the MLP."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ Dtype = torch.dtype | None
 
 
 class SelfAttention(nn.Module):
-    """Query, key, value and output projections of multi-head self-attention. Subclasses define `mix`, the attention.
+    """Query, key, value and output projections of multi-head self-attention. Subclasses define the attention in `mix`.
 
     Head i uses rows i·d_v to (i+1)·d_v of the query, key and value weights, and columns i·d_v to (i+1)·d_v of the output
-    weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product with the concatenated heads.
+    weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product of the concatenated heads with that weight.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, bias: bool, device: Device = None, dtype: Dtype = None) -> None:
@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        """Returns A_i V_i of each head, (B, num_heads, num_outputs, d_v), for the first `num_outputs` tokens. None: all."""
+        """Returns A_i V_i of each head, (B, h, num_outputs, d_v), for the first `num_outputs` tokens, or for all if None."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -63,11 +63,11 @@ class SelfAttention(nn.Module):
 
         Args:
             num_outputs: compute the output of only the first `num_outputs` tokens. None: all.
-            attn_mask: boolean, False for padding, (B, N) or (N,); or (..., 1 or N, N), broadcast over heads.
+            attn_mask: boolean, False for padding, (B, N) or (N,); or (..., 1 or N, N), broadcast to (B, num_heads, N, N).
 
         Raises:
             TypeError: x or the mask is not a tensor.
-            ValueError: x has another shape, is nested or is not floating-point; key and value are given too; or the mask
+            ValueError: x has a wrong shape, is nested or is not floating-point; key and value are given too; or the mask
                 does not fit.
         """
         self._check(x, num_outputs, *others)
@@ -101,7 +101,7 @@ def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | No
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns a mask of more dimensions unchanged."""
+    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns a mask with more dimensions unchanged."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
     if attn_mask.dim() > 2:
@@ -131,14 +131,14 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """True for `nn.Linear` itself, parametrised or not. False for a subclass, a replaced `forward` or hooks."""
+    """True for an `nn.Linear`, parametrised or not. False for a subclass, or if `forward` is replaced or there are hooks."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """True if tensors share shape, type and device. False for subclasses of Tensor, which may not support `torch.cat`."""
+    """True if shapes, types and devices are the same. False for subclasses of Tensor, which may not support `torch.cat`."""
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 
@@ -221,7 +221,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """A placeholder weight, whose `__torch_function__` keeps torch's encoder from taking its fast path for softmax."""
+    """A placeholder weight. Its `__torch_function__` keeps torch's encoder from its fast path, which computes softmax."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -236,7 +236,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     Args:
         embed_dim: d.
         num_heads: h ≥ 2.
-        batch_first: tokens are (B, N, d) if true, else (N, B, d), the default of `nn.MultiheadAttention`.
+        batch_first: if True, tokens are (B, N, d). If False, they are (N, B, d), as `nn.MultiheadAttention` has by default.
         options: options of `OrthogonalSelfAttention`. Both classes have the same state dict.
 
     Raises:
@@ -273,13 +273,13 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, in the shape of query, and the matrices exp(S). These are None if `need_weights` is False.
+        """Returns the output, with the shape of query, and the matrices exp(S). These are None if `need_weights` is False.
 
         Args:
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).
             key_padding_mask: (B, N) or (N,), True or −∞ for padding, False or 0 for other tokens.
             need_weights: return the matrices, (B, N, N), or (N, N) if query is (N, d).
-            attn_mask: a second padding mask, (N, N) or (B·h, N, N), with equal rows and values as in key_padding_mask.
+            attn_mask: a second padding mask, (N, N) or (B·h, N, N), with equal rows, and values as in `key_padding_mask`.
             average_attn_weights: average the matrices over heads; otherwise they are (B, h, N, N) or (h, N, N).
             is_causal: must be False.
 
@@ -323,7 +323,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
 
 def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """Checks a mask of `nn.MultiheadAttention`, and returns a boolean mask that is False for padding."""
+    """Checks a mask in the format of `nn.MultiheadAttention`, and returns a boolean mask that is False for padding."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
     if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):
@@ -367,7 +367,7 @@ class SoftmaxSelfAttention(SelfAttention):
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, attn_mask: Tensor | None
 ) -> Tensor:
-    """softmax(Q_i K_iᵀ/√d_v) V_i of the first `num_outputs` queries, with a mask (..., 1 or N, N)."""
+    """softmax(Q_i K_iᵀ/√d_v) V_i for the first `num_outputs` queries, with a mask (..., 1 or N, N)."""
     mask = attn_mask if attn_mask is None else attn_mask[..., :num_outputs, :]
     return F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)
 
@@ -402,7 +402,7 @@ class Block(nn.Module):
     """Attention, then an MLP (Eq. 1–2), each with an optional pre-norm and an optional skip connection.
 
     Args:
-        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and `attn_mask` if the block gets a mask.
+        attention: a module (B, N, d) → (B, N, d) that also takes `num_outputs`, and `attn_mask` if the block is given one.
         mlp: a module (B, N, d) → (B, N, d).
         skip: add each sublayer's input to its output.
         norm: apply LayerNorm before each sublayer.
@@ -444,18 +444,18 @@ class Block(nn.Module):
         self.skip, self.shortcut = skip, shortcut
 
     def forward(self, x: Tensor, num_outputs: int | None = None, *, attn_mask: Tensor | None = None) -> Tensor:
-        """Maps (B, N, d) or (N, d) to the same shape.
+        """Maps x, (B, N, d) or (N, d), to an output of the same shape.
 
         Args:
             num_outputs: compute the output of only the first `num_outputs` tokens. None: all.
-            attn_mask: boolean, (B, N), False for padding: see `forward` of the attention.
+            attn_mask: boolean, (B, N), False for padding, or another mask that the attention accepts.
         """
         masked = {} if attn_mask is None else {"attn_mask": attn_mask}
         y = self.join(x[..., :num_outputs, :], self.attention(self.norm1(x), num_outputs, **masked))  # (B, N, d)
         return self.join(y, self.mlp(self.norm2(y)))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
-        """Joins a sublayer's input x and output y by its skip connection."""
+        """Adds a sublayer's input x to its output y as the skip connection does. Without skips, returns y."""
         if not self.skip:
             return y
         return x + y if self.shortcut is None else self.shortcut * x + math.sqrt(1 - self.shortcut**2) * y

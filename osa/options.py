@@ -1,4 +1,4 @@
-"""The options of models, with types and bounds, and the models by name. Schemas read this module without importing torch."""
+"""Options of models, with their types and bounds, and the named models. Schemas read this module without importing torch."""
 
 import dataclasses
 import difflib
@@ -33,8 +33,8 @@ MAX_SIZE = 2**14  # maximum of each size: larger weights do not fit in memory
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
     """Returns a field for an option. The keywords in `facts` restrict the option:
 
-    above, below    bounds of a number that exclude the bound
-    least, most     bounds of a number that include the bound
+    above, below    exclusive bounds of a number
+    least, most     inclusive bounds of a number
     attention       tuple of the kinds of attention that accept the option
     """
     return field(default=default, metadata=facts)
@@ -45,7 +45,7 @@ class Architecture:
     """Parts of a model and their initialisations. None means the default for the kind of attention."""
 
     attention: AttentionKind
-    """"orthogonal" (Eq. 5), "softmax", or an attention of He et al. 2023, "signal_preserving" or "value_skipinit"."""
+    """"orthogonal" (Eq. 5), "softmax", or, from He et al. 2023, "signal_preserving" or "value_skipinit"."""
     skip: bool
     norm: bool
     mlp_init: MLPInit
@@ -80,7 +80,7 @@ class Architecture:
     normalise_tokens: bool = False
     """Divide each token by its root mean square before the first block."""
     normalised_skip: float | None = _option(None, above=0)
-    """L (1 − α²), below L, which sets α in the skips α x + √(1 − α²) f(x). None: the skips are x + f(x)."""
+    """L (1 − α²) for L blocks with skips α x + √(1 − α²) f(x); it must be below L. None: the skips are x + f(x)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Initialisation:
     alpha: float = 0.1
     """Initial α of orthogonal attention."""
     embedding_std: float = _option(0.02, above=0)
-    """σ of positions and [cls]."""
+    """Standard deviation of the initial position embeddings and [cls]."""
     alpha_per_head: bool = True
     """If True, each head of orthogonal attention has its own α. If False, all heads of a layer share one α."""
     xavier_fused_qkv: bool = False
@@ -105,7 +105,7 @@ class Initialisation:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a model, Appendix D's by default: see `VisionTransformer`."""
+    """Sizes of a model, by default those of Appendix D. `VisionTransformer` explains them."""
 
     image_size: int = _option(28, least=1, most=MAX_SIZE)
     in_channels: int = _option(1, least=1, most=MAX_SIZE)
@@ -265,7 +265,7 @@ class MethodOptions(TypedDict):
 
 
 def check_method(method: Method, num_iterations: int | None, epsilon: float = EPSILON) -> None:
-    """Raises ValueError for an unknown method, a number out of range, or `num_iterations` if the method has none."""
+    """Raises ValueError for an unknown method, a number out of range, or `num_iterations` if the method does not iterate."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is unknown; choose one of {', '.join(METHODS)}")
     if num_iterations is not None and method not in ITERATIONS:
@@ -301,12 +301,12 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: the function of osa_qr, computed without a basis, and with the gradient taken through QR
+    # Not in the paper: the same function as osa_qr, once without a basis, and once with the gradient taken through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of the exponential
     "osa_cayley": _OSA | {"method": "cayley"},
-    # For large depths. The α L of osa_shaped is the best of a grid (paper_outputs/studies/rates)
+    # For large depths. The α L of osa_shaped is the best value on a grid (paper_outputs/studies/rates)
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
@@ -320,7 +320,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of each MLP are built from one orthonormal frame, as 72 blocks of this width need
+# Both layers of each MLP are built from one orthonormal frame, which models of 72 blocks need at this width
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -328,7 +328,7 @@ MODELS |= {
     "uspa_iso": MODELS["uspa"] | _ISO,
     "vskipinit_iso": MODELS["vskipinit"] | _ISO,
 }
-# Each attention with the initialisation of the other
+# Softmax attention with the initialisation of orthogonal attention, and the reverse
 MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},

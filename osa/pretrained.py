@@ -62,7 +62,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
         folder: the folder; it is created if it does not exist.
 
     Raises:
-        TypeError: `model` is not a module, but for example a state dict.
+        TypeError: `model` is not a module but, for example, a state dict.
         ValueError: the model differs from the model that its configuration builds, or has no configuration; its weights are
             sharded or of several types; or the path is not a folder.
         ImportError: the package safetensors is not installed.
@@ -151,16 +151,16 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
 
 
 def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTransformer:
-    """Loads a model that `save_pretrained` saved, on the CPU, in evaluation mode and in the type of the saved weights.
+    """Loads a model from `save_pretrained` onto the CPU, in evaluation mode and in the type of the saved weights.
 
     Args:
         path: the folder, or a file with weights of the model that `create_model(name)` builds.
-        name: a name in `MODELS`, required for a file of weights. A folder must hold the model of this name, but with any
-            sizes and initialisation.
+        name: a name in `MODELS`, required for a file of weights. A folder must hold the model of this name, though its
+            sizes and initialisation may differ.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: the folder has a model of another name, weights and configuration disagree, `name` is missing, the
+        ValueError: the folder holds a model of another name, weights and configuration disagree, `name` is missing, the
             weights have several types, or the file is a Git LFS pointer or a shard.
         ImportError: the package safetensors is not installed.
 
@@ -208,7 +208,7 @@ def _check_link(path: Path) -> None:
 
 
 def _check_file(file: Path) -> None:
-    """Raises FileNotFoundError or ValueError unless the path is a file with content, not a pointer of Git LFS."""
+    """Raises FileNotFoundError or ValueError unless the path is a file with content rather than a Git LFS pointer."""
     _check_link(file)
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(file.parent)}")

@@ -1,7 +1,7 @@
-"""Orthogonal self-attention as the paper writes it: dense, in float64, and slow. Tests compare everything else with it.
+"""Orthogonal self-attention as the paper writes it: dense, in float64, and slow. Tests compare all other code with it.
 
-Every function casts its tensors to float64, or to `dtype`, builds the N×N matrices that the rest of the package avoids, and
-is differentiable. This module shares no code with the modules that it checks.
+Every function is differentiable, and computes in float64, or in `dtype` if it has that argument. The module forms the N×N
+matrices that the rest of the package avoids, and shares no code with the modules that it checks.
 
     N           number of tokens
     d           width of the model
@@ -65,7 +65,7 @@ def newton_schulz_basis(
 def low_rank_matrix(query: Tensor, key: Tensor, scale: float | Tensor, basis: Tensor) -> Tensor:
     """I + B (exp[S] − I) Bᵀ with [S] = BᵀSB, (..., N, N): Eq. 6 and 7 (Theorem 2.1).
 
-    The matrix is exp(S) if B's columns are orthonormal and span those of Q and K. Otherwise Theorem 3.1 bounds the error.
+    This is exp(S) if B's columns are orthonormal and span the columns of Q and K. Otherwise Theorem 3.1 bounds the error.
     """
     small = basis.mT @ skew(query, key, scale) @ basis  # (..., r, r)
     exp_minus_identity = _exponential(small) - torch.eye(small.shape[-1]).to(small)
@@ -111,5 +111,5 @@ def multi_head_orthogonal_attention(
 
 
 def _exponential(s: Tensor) -> Tensor:
-    """exp(S) from a batch of two: `matrix_exp` of one small matrix has an error of up to 3.3e-10 (PyTorch issue 196592)."""
+    """exp(S), computed as a batch of two: on one small matrix, `matrix_exp` errs by up to 3.3e-10 (PyTorch issue 196592)."""
     return torch.linalg.matrix_exp(torch.stack([s, s]))[0]

@@ -46,7 +46,7 @@ FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: Method, num_iterations: int | None, epsilon: float
 ) -> Tensor:
-    """Computes exp(S) V, (..., N, d_value), by the function that `_ROUTES` has for the method.
+    """Computes exp(S) V, (..., N, d_value), with the function that `_ROUTES` lists for the method.
 
     The function gets tensors of one type and batch size: query and key (b, N, d), value (b, N, d_value), scale (b, 1, 1).
     """
@@ -62,7 +62,7 @@ def plain_attention(
 
 
 def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """exp(S) V as in Section 3, by torch's QR and matrix exponential, which autograd differentiates.
+    """exp(S) V as in Section 3, with torch's QR and matrix exponential. Autograd differentiates through both.
 
     The derivative of QR contains R⁻¹, so the gradient is undefined if M is rank-deficient. For a single matrix, even in a
     batch of one, `matrix_exp` has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
@@ -86,9 +86,9 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Computes A V by Gram matrices of M, or of M T (see `balanced`), or by a basis if balancing does not suffice.
+    """Computes A V from Gram matrices of M, or of M T as `balanced` returns it, or with a basis if M T does not suffice.
 
-    If N < 2d, S is smaller than a Gram matrix, and is used instead unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, S is smaller than a Gram matrix. It is then used instead, unless Q Kᵀ and K Qᵀ nearly cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -139,12 +139,12 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type for inputs that may lose precision: float64 on the CPU, where it only doubles the time."""
+    """Returns the type for inputs that may lose precision: float64 on the CPU, where that only doubles the time."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
 def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """Multiplies x by NaN where digits are lost, so that gradients are NaN too, and warns."""
+    """Warns where digits are lost, and multiplies x by NaN there, so that gradients are NaN too."""
     if not goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
@@ -207,7 +207,7 @@ def _by_differentiable_gram(m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing,
 
 
 class _ByGram(torch.autograd.Function):
-    """`_by_differentiable_gram` with a backward pass of five large products; autograd differentiates the small matrices."""
+    """`_by_differentiable_gram` with a backward pass of five large products. Autograd handles the small matrices."""
 
     @staticmethod
     def forward(ctx, m: Tensor, v: Tensor, scale: Tensor, mixing: Mixing, gram: Tensor | None) -> Tensor:
@@ -235,7 +235,7 @@ class _ByGram(torch.autograd.Function):
 
 
 def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor:
-    """Computes A V from M (b, N, 2d), with S = M J Mᵀ, and V (b, N, d_value) with an orthonormal basis of M's columns."""
+    """Computes A V with an orthonormal basis of M's columns, for S = M J Mᵀ, M (b, N, 2d) and V (b, N, d_value)."""
     basis = qr_basis(m)  # (b, N, r), r = min(N, 2d)
     skew, w = _skew(*torch.bmm(basis.mT, m).chunk(2, dim=-1)), torch.bmm(basis.mT, v)  # (b, r, r), (b, r, d_value)
     return torch.baddbmm(v, basis, _moved(function, skew, w))
@@ -258,7 +258,7 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis`, but the backward pass does not differentiate B: the result is the same for every basis.
+    """`_by_differentiable_basis` with a backward pass that does not differentiate B: every basis gives the same result.
 
     With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
     let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B also changes B.

@@ -23,7 +23,7 @@ KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 
 def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
-    """Returns the first kernel in `KERNELS` that computes the named function and accepts the arguments, or None."""
+    """Returns the first kernel in `KERNELS` for the named function that accepts the arguments, or None if none does."""
     return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
 
 
@@ -39,7 +39,7 @@ def is_eager(*but: TransformType) -> bool:
 
 
 def constant_to_a_trace(function: Callable[..., bool]) -> Callable[..., bool]:
-    """Decorates a function, so that tracing treats its result as a constant."""
+    """Decorates a function so that tracing treats its result as a constant."""
     function.__dict__["_dynamo_marked_constant"] = True  # torch.compiler.assume_constant_result takes seconds to import
     return function
 
@@ -50,13 +50,13 @@ def is_transformed() -> bool:
     return bool(peek_interpreter_stack()) or forward_ad._current_level >= 0
 
 
-@constant_to_a_trace  # otherwise torch.compile takes `is_in_onnx_export` as False
+@constant_to_a_trace  # otherwise torch.compile treats `is_in_onnx_export` as False
 def goes_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
 def known(size: int) -> int:
-    """Returns the size as an int. `len` makes a trace fix the size, so that each size gets its own trace."""
+    """Returns the size as an int. `len` makes a trace specialise on the size, so that each size gets its own trace."""
     return len(range(size))
 
 
@@ -93,7 +93,7 @@ def outside_of_modes() -> Iterator[None]:
 
 
 def autograd_in_an_operator() -> AbstractContextManager:
-    """Switches autograd on inside an operator of torch.library, where it is off."""
+    """Switches autograd on inside an operator of torch.library, where it is off by default."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)
@@ -119,7 +119,7 @@ def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """Switches TF32 off on CUDA. With TF32's 10 bits, A would be orthogonal only to 10⁻³."""
+    """Switches TF32 off on CUDA. With TF32's 10-bit mantissa, A would be orthogonal only to about 10⁻³."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return nullcontext()
     return _ieee_products()
@@ -187,11 +187,11 @@ warn_where_lost.register_vmap(lambda _, in_dims, is_lost: (warn_where_lost(is_lo
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True if a call of the module runs hooks besides `forward`."""
+    """True if calling the module runs hooks besides `forward`."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(map(bool, hooks))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Removes the wrapper of torch.compile, if the model has one."""
+    """Returns the model without the wrapper of torch.compile, if it has one."""
     return dict(model.named_children()).get("_orig_mod", model)

@@ -31,7 +31,7 @@ def orthogonal_attention_varlen(
     Args:
         query, key: (total, heads, d).
         value: (total, heads, d_value).
-        cu_seqlens: offsets of the B sequences, 0, n₁, n₁ + n₂, …, total: integers, (B + 1,), on any device.
+        cu_seqlens: the offsets 0, n₁, n₁ + n₂, …, total of the B sequences, integers (B + 1,) on any device.
         scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`. For one scale per
             head, the shape is (heads, 1, 1). The gradient of "qr_literal" is defined only if all lengths are equal.
 
@@ -84,7 +84,7 @@ def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
 
 
 def _brief(offsets: list[int]) -> str:
-    """Formats the offsets for an error message. Of more than eight, it shows the first four and the last three."""
+    """Formats the offsets for an error message. If there are more than eight, shows the first four and the last three."""
     if len(offsets) <= 8:
         return ", ".join(map(str, offsets))
     return ", ".join([*map(str, offsets[:4]), "…", *map(str, offsets[-3:])])

@@ -17,12 +17,12 @@ from osa.modules import MLP, Block
 from osa.options import NORM_EPS, ModelConfig
 from osa.runtime import uncompiled
 
-# One entry per block: its patches, or a pair of its patches and its [cls]
+# One entry per chosen block: its patch tokens, or a pair of its patch tokens and its [cls]
 Intermediates = list[Tensor] | list[tuple[Tensor, Tensor]]
 
 
 class VisionTransformer(nn.Module):
-    """A ViT that classifies by its [cls] token (Dosovitskiy 2020): patches, learned 1-D positions, blocks, linear head.
+    """A ViT that classifies by its [cls] token (Dosovitskiy et al. 2020): patches, learned 1-D positions, blocks, a head.
 
     Args:
         image_size: height and width of the image.
@@ -31,12 +31,12 @@ class VisionTransformer(nn.Module):
         embed_dim: d.
         depth: number of blocks, at least 1.
         mlp_ratio: hidden width of the MLPs divided by d.
-        attention: a function that returns the attention module of a block, given the number of the block, 0 to depth − 1.
+        attention: a function that returns the attention module of a block, given the index of the block, 0 to depth − 1.
         skip, norm, norm_eps, shortcut: see `Block`. `norm` also adds a final LayerNorm.
         activation: activation of the MLPs.
         normalise_tokens: divide each token by its root mean square before the first block, without learned parameters.
         in_channels: channels of the image.
-        embedding_std: σ of positions and [cls].
+        embedding_std: σ of the initial position embeddings and [cls].
 
     Raises:
         ValueError: the patch size does not divide the image size, or depth < 1.
@@ -100,7 +100,7 @@ class VisionTransformer(nn.Module):
 
         Raises:
             TypeError: the images are not a tensor.
-            ValueError: the images have another size, or are not floating-point.
+            ValueError: the images have a wrong shape, or are not floating-point.
         """
         if not isinstance(images, Tensor):
             raise TypeError(f"images must be a tensor, not {type(images).__name__}: torch.as_tensor makes one")
@@ -117,7 +117,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) → (B, num_classes)."""
-        return self.forward_head(self._features(images, num_outputs=1))  # the head needs [cls] alone
+        return self.forward_head(self._features(images, num_outputs=1))  # the head needs only [cls]
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Tokens after the last block and the final norm, (B, C, H, W) → (B, N, d)."""
@@ -134,21 +134,21 @@ class VisionTransformer(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> Intermediates | tuple[Tensor, Intermediates] | dict[str, Tensor | Intermediates]:
-        """Tokens after chosen blocks, and the output of `forward_features`, with the interface of timm's models.
+        """Returns the tokens after chosen blocks, and the output of `forward_features`, with the interface of timm's models.
 
         Args:
             images: (B, C, H, W).
-            indices: numbers of blocks. A negative number counts from the end. An int n, instead of numbers, means the last n
-                blocks. None: all blocks.
-            return_prefix_tokens: for each block return a pair: its patches, and its [cls] (B, 1, d).
+            indices: indices of the chosen blocks; negative ones count from the end. A single int n means the last n blocks.
+                None: all blocks.
+            return_prefix_tokens: for each chosen block, return a pair: its patch tokens, and its [cls] (B, 1, d).
             norm: apply the final norm to each output.
             stop_early: stop after the last chosen block, and compute the features from its output.
-            output_fmt: shape of the patches: "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
+            output_fmt: shape of the patch tokens: "NCHW", (B, d, H/p, W/p), or "NLC", (B, N − 1, d).
             intermediates_only: return the list without the features.
             output_dict: return a dict with keys "image_features", "image_intermediates" and "image_intermediates_prefix".
 
         Returns:
-            The features (B, N, d), and a list of the outputs in the order of the blocks.
+            The features (B, N, d), and a list of the chosen blocks' outputs, in the order of the blocks.
 
         Raises:
             ValueError: a chosen block does not exist, or the format is unknown.
@@ -189,7 +189,7 @@ class VisionTransformer(nn.Module):
         return {number % depth for number in numbers}
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d), or [cls] if `pre_logits`."""
+        """Returns logits (B, num_classes) from [cls], the first token of x (B, N, d), or [cls] itself if `pre_logits`."""
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
@@ -220,7 +220,7 @@ class VisionTransformer(nn.Module):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model without its wrappers: torch.compile, data parallelism and averages of weights."""
+    """Returns the model without its wrappers: torch.compile, data parallelism and weight averaging."""
     inner = uncompiled(model)
     if isinstance(model, (nn.DataParallel, DistributedDataParallel, AveragedModel)):
         inner = model.get_submodule("module")

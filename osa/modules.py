@@ -231,7 +231,7 @@ class _NoFastPath:
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """`OrthogonalSelfAttention` with the call signature of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
-    Causal masks and cross-attention are not supported, and masks must leave out whole tokens.
+    Cross-attention is not supported. A mask may exclude whole tokens (padding), but no single pairs of query and key.
 
     Args:
         embed_dim: d.

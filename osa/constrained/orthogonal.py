@@ -42,7 +42,7 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
     """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
 
-    Planes with the same i + j share no index, and sorting by i + j keeps the order of planes that do. So 2n − 3 steps
+    Planes with the same i + j share no index. Sorting by i + j keeps the order of planes that share one, so 2n − 3 steps
     of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass undoes the steps
     one by one, so that its memory is O(n²). Second derivatives raise an error.
     """

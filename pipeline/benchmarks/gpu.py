@@ -479,7 +479,7 @@ def main() -> None:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> None:
-    """Measures one form or one part, in a child process."""
+    """Measures one form of a kernel, or one part of the benchmark. Runs in a child process."""
     if chosen.form is not None:
         norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
         for row in form(norms, *found[chosen.form]):

@@ -50,7 +50,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     """Returns the floating-point operations per second of the fastest matrix product up to 2048×2048, in float32 or `dtype`.
 
     TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. We measure with
-    the wall clock, because the peak serves to check the times from `seconds` in benchmarks/cost.py (CUDA events on CUDA).
+    the wall clock, so that the peak is an independent check of `seconds` in benchmarks/cost.py, which uses CUDA events.
     """
     # on CUDA, several products in a row, because reading a result takes long there
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30

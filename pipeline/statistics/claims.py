@@ -266,7 +266,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """More than `share` of each model's runs train, as `trains` defines it. If `side` is "below", fewer than `share` do."""
+    """The share of successful runs (see `trains`) is above `share` for each model, or below it if `side` is "below"."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -304,7 +304,7 @@ class Spreads(Section):
     """Standard deviations over runs, by name, declared before the runs are trained."""
 
     accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of test accuracies (percentage points)
-    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of the logarithm of the epochs to reach a loss
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of log(epochs until a loss is reached)
 
 
 class ClaimsFile(Section):

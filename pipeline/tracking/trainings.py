@@ -18,7 +18,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training.run import RUNS, SCRATCH, Run
 
-# MLflow shows metrics in this order, and its page Compare opens with the first.
+# MLflow shows metrics in this order. Its page Compare first shows the first of them.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
 LOST_SECONDS = 3600  # a run without a new point for this long counts as killed
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow

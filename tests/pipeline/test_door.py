@@ -38,7 +38,7 @@ def test_every_command_is_listed_in_a_line_and_all_that_can_be_run_is_a_command(
 
 def test_a_command_runs_with_its_arguments_and_says_what_they_are(call, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pipeline.results.tables", door)
-    assert "tables stage" in call("tables", "--help")  # it takes none, and is not run
+    assert "stage `tables`" in call("tables", "--help")  # it takes none, and is not run
     for arguments, status in ((["plan", "--help"], 0), (["plan", "--halp"], 2)):
         with pytest.raises(SystemExit) as caught:
             call(*arguments)

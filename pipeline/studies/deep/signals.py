@@ -143,7 +143,7 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     return kappas.where(kappas < SINGULAR, math.inf).log().mean().exp().item()
 
 
-# Kernels that attention preserves or reaches
+# Kernels of tokens after all attention layers
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # number of test images for the numbers of a layer, and for the ratio of Theorem 2.1
-# Standard deviations of noise on the pixels: NOISE for the change of A, NOISES for the accuracy
+IMAGES, FEW = 32, 2  # numbers of test images for the statistics of a layer, and for the ratio of Theorem 2.1
+# Standard deviations of noise on the pixels: NOISE to measure how much A changes, NOISES to measure accuracy
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")
 BASELINES = ("vit", "vit_noskip_nonorm")  # runs of the study `first_reading`, without a penalty

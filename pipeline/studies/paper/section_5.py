@@ -134,7 +134,7 @@ def count(verdicts) -> dict[str, int]:
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Returns a row for each train loss that the second model reaches within one of `FRACTIONS` of its training.
+    """For each of `FRACTIONS`, returns a row for the train loss that the second model reaches in this part of its training.
 
     `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to the loss
     divided by the second model's, estimated as in claims about speed. A loss has no row if half of the runs of either model

@@ -22,7 +22,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each OSA model and baseline, with ratios of seconds on each machine.
 
-    `keeps` is the smallest limit at which the claim is reproduced. Ratios are NaN if the machine did not time both models.
+    `keeps` is the smallest factor for which the claim would still be reproduced. Ratios are NaN if a machine did not time
+    both models.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]

@@ -1,8 +1,8 @@
-"""Keeps weights orthogonal, by parametrising them as rotations, or by a retraction after each step of the optimiser.
+"""Keeps weights orthogonal: parametrises them as rotations, or retracts them after each step of the optimiser.
 
-Each map of `MAPS` takes X (..., n, n), of which only the part below the diagonal matters, to a rotation Q(X) ∈ SO(n), or to
-Q(X) B if given a base B (..., n, n). All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a
-learning rate means the same step size in each. Only the exponential map works under torch.func.
+Each map in `MAPS` returns a rotation Q(X) ∈ SO(n) or, given a base B (..., n, n), the product Q(X) B. Only the part of
+X (..., n, n) below the diagonal matters. All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a
+learning rate gives the same step size with every map. Only the exponential map works under torch.func.
 """
 
 import itertools
@@ -26,7 +26,7 @@ ORTHONORMAL = 1e-4
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates a map: it then computes bfloat16 and float16 inputs in float32, without TF32, and rounds the result."""
+    """Decorates a map: casts bfloat16 and float16 inputs to float32, disables TF32, and rounds the result to X's dtype."""
 
     @wraps(rotation)
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_in_float32
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Reaches all of SO(n).
+    """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Its range is SO(n).
 
-    Planes with the same i + j share no index. Sorting by i + j keeps the order of planes that share one, so 2n − 3 steps
-    of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass undoes the steps
-    one by one, so that its memory is O(n²). Second derivatives raise an error.
+    Planes with the same i + j share no index, and sorting by i + j keeps the order of any two planes that share an index.
+    So 2n − 3 steps of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass
+    undoes the steps one by one, and so needs only O(n²) memory. Second derivatives raise an error.
     """
     n = x.shape[-1]
     j, i = torch.tril_indices(n, n, -1, device=x.device)
@@ -53,7 +53,7 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Givens(torch.autograd.Function):
-    """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` rotates the rows of Wᵀ and returns W.
+    """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` builds W by rotating the rows of Wᵀ.
 
     Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. The step changes only rows
     max(0, t − n + 1) to min(t, n − 1). Reversing these rows exchanges p and q in every plane.
@@ -92,7 +92,7 @@ class _Givens(torch.autograd.Function):
 
 @_in_float32
 def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """exp(A) = I + A φ₁(A), by matrix products alone. Reaches all of SO(n)."""
+    """exp(A) = I + A φ₁(A), computed with matrix products alone. Its range is SO(n)."""
     a = _skew(x)
     base = identity_like(x).expand_as(x) if base is None else base
     return base + a @ phi1_times(a, base)
@@ -100,7 +100,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 @_in_float32
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. Reaches every rotation without the eigenvalue −1.
+    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. Its range is all rotations without the eigenvalue −1.
 
     Second derivatives raise an error.
     """
@@ -131,7 +131,7 @@ class _Cayley(torch.autograd.Function):
 
 @_in_float32
 def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Reaches almost all of SO(n).
+    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Its range is almost all of SO(n).
 
     The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain et al. 2006). Second
     derivatives raise an error.
@@ -182,7 +182,7 @@ MAPS: dict[Map, Callable[..., Tensor]] = {
 class Orthogonal(nn.Module):
     """A parametrisation for `torch.nn.utils.parametrize`: W = Q(X) B, where B is the weight at registration.
 
-    The parameter consists of the n(n − 1)/2 numbers of X below the diagonal. X starts at 0, which leaves the weight
+    The parameter consists of the n(n − 1)/2 entries of X below the diagonal. X starts at 0, which leaves the weight
     unchanged, bit for bit. The sign of det W is always that of det B. Weight decay on X pulls W towards B.
 
     Args:
@@ -207,7 +207,7 @@ class Orthogonal(nn.Module):
         return MAPS[self.name](full.unflatten(-1, (n, n)), self.base)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Stores an orthonormal weight, (..., n, n), as the base, and returns X = 0.
+        """Stores an orthonormal weight of shape (..., n, n) as the base, and returns X = 0.
 
         Raises:
             ValueError: the weight is not square, or not orthonormal.
@@ -222,7 +222,7 @@ class Orthogonal(nn.Module):
 
 
 def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
-    """Parametrises the orthonormal weight of a linear layer by a map of `MAPS`, and returns the layer: see `Orthogonal`.
+    """Parametrises the orthonormal weight of a linear layer with `Orthogonal` and a map in `MAPS`. Returns the layer.
 
     Example:
         >>> layer = nn.Linear(16, 16)
@@ -235,7 +235,7 @@ def orthogonal_(linear: nn.Linear, name: str) -> nn.Linear:
 
 
 def gram_error(weight: Tensor) -> float:
-    """The maximum of ‖WᵀW − I‖_F over the batch, or of ‖WWᵀ − I‖_F if W is wide, in float64.
+    """Computes in float64 the maximum over the batch of ‖WᵀW − I‖_F, or of ‖WWᵀ − I‖_F if W is wide.
 
     Example:
         >>> gram_error(torch.eye(16))
@@ -247,7 +247,7 @@ def gram_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """True if the columns of W, or the rows of a wide W, are orthonormal up to `ORTHONORMAL` or the rounding error of W.
+    """True if the columns of W, or the rows of a wide W, are orthonormal to within `ORTHONORMAL` or the rounding error of W.
 
     A weight with a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
@@ -271,11 +271,11 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Returns an orthonormal W after a step U along a geodesic of the Stiefel manifold, in the canonical metric.
+    """Returns an orthonormal W, moved by a step U along a geodesic of the Stiefel manifold in the canonical metric.
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
-    exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998). This is orthogonal attention (Eq. 5) with query K, and
-    with W as key and value, in time O(m k² + k³). A step U ∝ W, such as decoupled weight decay, has no effect.
+    exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998). The result is orthogonal attention (Eq. 5) with
+    query K, key W and value W, computed in time O(m k² + k³). A step U ∝ W, such as decoupled weight decay, has no effect.
 
     Args:
         weight, step: W and U, (..., m, k). If m < k, the rows of W are orthonormal.
@@ -339,7 +339,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     Args:
         model: a model with `blocks`, each with an `attention`.
         name: one of `CONSTRAINTS`.
-        by: one of `MAPS`, which then parametrises the weights, or "retraction", for training with `StiefelConstraint`.
+        by: name of the map in `MAPS` that parametrises the weights, or "retraction" for training with `StiefelConstraint`.
 
     Raises:
         ValueError: the constraint is unknown, `by` is a map but the constraint applies to heads, or a weight is not a
@@ -375,7 +375,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps the weights of a constraint orthonormal while any optimiser trains them. Call `constrain_` first.
+    """Keeps the weights that a constraint names orthonormal, whatever optimiser trains them. Call `constrain_` first.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -390,7 +390,7 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Returns the views of each group in every block, looked up at each call because the model may have moved device."""
+        """Returns each group's views in every block. Each call finds them anew, since the model may have changed device."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

@@ -61,7 +61,7 @@ def mlp_penalty(mlp: TwoLayers) -> Tensor:
 
 
 def head_penalty(attention: Attention) -> Tensor:
-    """The sum of `gram_penalty` of [W^Q, W^K], W^V and W^Oᵀ over all heads.
+    """The sum over all heads of `gram_penalty` for [W^Q, W^K], for W^V and for W^Oᵀ.
 
     The initialisation of Section 4 of *Orthogonal Self-Attention* has penalty 0.
     """
@@ -90,10 +90,10 @@ PENALTIES: dict[Penalty, tuple[Term, ...]] = {
 def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Returns the output of the model, and the sum of a penalty over its blocks, a scalar tensor.
 
-    A penalty on attention matrices recomputes them from the inputs of the attention layers, in N² memory per head.
+    A penalty on attention matrices recomputes them from the inputs of the attention layers, with N² memory per head.
 
     Args:
-        model: a model with `blocks`, each with an `attention` and an `mlp`, or a wrapper of one, such as data parallelism.
+        model: a model with `blocks`, each with an `attention` and an `mlp`, or a wrapper around such a model.
         images: input of the model.
         name: one of `PENALTIES`.
 

@@ -1,4 +1,4 @@
-"""Activation functions φ shaped for the depth of a network. The moments of φ are Python floats."""
+"""Activation functions φ shaped for the depth of a network. Computes the moments of φ as Python floats."""
 
 import functools
 import math
@@ -65,7 +65,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1). This factor on the weight after φ restores the mean square 1 (He et al. 2023, H.1)."""
+    """1/√E φ(z)² for z ~ N(0, 1). Scaling the weight after φ by this gain restores mean square 1 (He et al. 2023, H.1)."""
     return 1 / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 
@@ -79,7 +79,7 @@ def gelu_tanh(x: float) -> float:
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-# Points z and weights of the trapezoidal rule on [−12, 12]. For functions as smooth as a Gaussian, all bits are exact
+# Points z and weights of the trapezoidal rule on [−12, 12], exact up to rounding for functions as smooth as a Gaussian
 QUADRATURE = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]
 
 

@@ -1,4 +1,4 @@
-"""Attention matrices that map the kernel of tokens from one block to the next (He et al. 2023, Eq. 8 to 15)."""
+"""Attention matrices that map the token kernel of one block to that of the next block (He et al. 2023, Eq. 8 to 15)."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
         (N, N), float64.
 
     Raises:
-        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, for which A needs negative entries.
+        ValueError: the kernel is unknown, or its cosines fall from `before` to `after`, so A would need negative entries.
     """
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
@@ -90,8 +90,8 @@ def signal_preserving_attention(
 ) -> Tensor:
     """Returns the attention matrices A_1, …, A_L of U-SPA (uniform kernels) or E-SPA (exponential kernels).
 
-    If a fraction r of the tokens repeats others, the average of Σ_0 is Σ̄_0 = (1 − r) I + r 11ᵀ (Eq. 12). U-SPA then starts
-    from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has a diagonal of ones (Eq. 15).
+    If a fraction r of the tokens repeat other tokens, the average of Σ_0 is Σ̄_0 = (1 − r) I + r 11ᵀ (Eq. 12). U-SPA then
+    starts from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has a diagonal of ones (Eq. 15).
 
     Args:
         kernel: one of `KERNEL_KINDS`.
@@ -101,8 +101,8 @@ def signal_preserving_attention(
         causal: each token attends only to itself and to earlier tokens.
         repeated: r, the fraction of repeated tokens or the mean cosine between tokens.
         shortcut: α of a normalised skip around the attention; 0 for no skip. It must be 0 if r > 0.
-        cls_index: position of [cls], the model's first token, in the kernel's sequence. The default is the last position if
-            causal, where [cls] attends to all tokens, and the middle if not.
+        cls_index: position of [cls], the model's first token, in the kernel's sequence. By default, the middle or,
+            if causal, the last position, so that [cls] attends to all tokens.
 
     Returns:
         (L, N, N), float64. Rows and columns are in the model's order of tokens, with [cls] first.

@@ -1,4 +1,4 @@
-"""Kernels of tokens, Σ = X Xᵀ/d, and their schedules over the blocks (He et al. 2023, Section 3.2 and Appendix C).
+"""Token kernels, Σ = X Xᵀ/d, and their schedules over the blocks (He et al. 2023, Section 3.2 and Appendix C).
 
 All tensors are float64 and on the CPU, whatever the default device is.
 """

@@ -211,7 +211,7 @@ def has_dvc() -> bool:
 
 
 def adopt(settings: Params, no_tracking: bool) -> None:
-    """Registers with DVC and MLflow the runs of Table 2 that DVC does not know, such as runs from another machine.
+    """Registers with DVC and MLflow the runs of Table 2 that DVC has not recorded, such as runs from another machine.
 
     Raises:
         UserError: a DVC command fails.

@@ -199,7 +199,7 @@ def install(options: argparse.Namespace, log: BinaryIO, *arguments: str) -> bool
 
 
 def run_logged(command: list[str], venv: Path, log: BinaryIO) -> bool:
-    """Runs a command and writes its output to `log`. On a terminal, also shows its last line. Returns True if successful."""
+    """Runs a command and logs its output. On a terminal, also shows the log's last line. Returns True if successful."""
     start = time.monotonic()
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
     try:

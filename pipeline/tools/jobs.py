@@ -1,4 +1,4 @@
-"""Lists the runs that Table 2 and the studies need, finds the missing ones, and executes their training processes."""
+"""Lists the runs that Table 2 and the studies need, finds the missing ones, and starts the processes that train them."""
 
 from __future__ import annotations
 

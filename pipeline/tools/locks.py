@@ -1,4 +1,4 @@
-"""Finds other processes of DVC and of the pipeline that work in this folder. Needs only Python's standard library."""
+"""Finds other DVC and pipeline processes that are running in this folder. Needs only Python's standard library."""
 
 import contextlib
 import fcntl

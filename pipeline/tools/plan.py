@@ -1,6 +1,6 @@
 """Lists what `make reproduce` would run, why, and for how long: `make plan`. It runs nothing, and needs no data or weights.
 
-A missing file does not count as a change, as in `dvc repro --allow-missing`.
+Like `dvc repro --allow-missing`, it does not count a missing file as a change.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
 
 
 def reasons(stage: Stage, status: list) -> Iterator[str]:
-    """Yields the reasons why DVC would run a stage, from the stage's entry in DVC's status."""
+    """Yields the reasons why DVC would run a stage. `status` is the stage's entry in DVC's status."""
     if status and not any(dep.hash_info for dep in stage.deps):
         yield "it has never run"
         return
@@ -144,14 +144,14 @@ def shortened(names: list[str], separator: str) -> str:
 
 
 def estimate(stages: list[str], settings: params.Params, estimates: times.Estimates) -> str:
-    """Formats the estimated time of stages."""
+    """Formats an estimate of the total time that stages take."""
     trainings = {run.stage: (run, config) for run, config in jobs.table_2_jobs(settings)}
     others = sum(times.of_stage(stage) for stage in stages if stage not in trainings)
     return total([trainings[stage] for stage in stages if stage in trainings], estimates, others)
 
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
-    """Formats the estimated time of training runs in sequence, plus `others` seconds."""
+    """Formats the estimated time of training runs, one after another, plus `others` seconds for other stages."""
     known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
     if len(known) < len(trainings):
         return "; of unknown length"

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.no_tracking:
         options.append("--no-tracking")
     trained = bring_up_to_date(settings, options)
-    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # tells the report that DVC has already checked its inputs
+    as_a_stage = os.environ | {"DVC_STAGE": "readme"}  # tells the command that DVC has already checked the inputs
     subprocess.run([sys.executable, "-m", "pipeline", "report", "readme"], check=True, env=as_a_stage)
     table = [
         line for line in README.read_text(encoding="utf-8").partition("<!-- /answer -->")[0].splitlines() if line[:1] == "|"

@@ -3,8 +3,8 @@
 It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. The present versions
 of these files, and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
 
-First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then files only move. If a step
-fails, all are undone. If a restore is killed, your files are in place or in .restored/DATE/. The next call completes it.
+First, git resets its index and writes the committed files to .restored/DATE.incoming/. From then on, files only move. If a
+step fails, all steps are undone. If restore is killed, your files are in place or in .restored/DATE/. Repeat it to finish.
 """
 
 import errno
@@ -25,7 +25,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # maximum number of parts of a printed folder, as in paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # maximum number of parts in the path of a printed folder, as in paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
 OF_A_RUN = re.compile(  # files of runs, but not of trial runs, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_unfinished(affected, states)
     refuse_links_and_folders(affected)
     back = sorted({*affected} & {*committed})
-    # Weights move before records. After a kill in between, the next call still finds the weights through the records.
+    # Weights move before records. If a restore is killed in between, the next call still finds the weights via the records.
     moving = [path for path in untracked_weights(affected, states) + affected if os.path.lexists(path)]
     folder = new_folder()
     print_paths(f"To be put back as in {git.run('log', '-1', '--format=%h (%s)').strip()}:", back, committed)
@@ -195,7 +195,7 @@ def refuse_links_and_folders(affected: list[str]) -> None:
 
 
 def changed_paths() -> dict[str, str]:
-    """Maps each path that differs from the last commit to git's two status letters, for the index and for the file."""
+    """Returns, for each path that differs from the last commit, git's two status letters: for the index and for the file."""
     # The user's global gitignore may list *.csv, which would hide files of runs.
     ignored_nowhere = ["-c", f"core.excludesFile={os.devnull}"]
     lines = git.run(*ignored_nowhere, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=all").split("\0")
@@ -221,7 +221,7 @@ def is_output(path: str, outputs: list[str]) -> bool:
 
 
 def untracked_weights(affected: list[str], states: dict[str, str]) -> list[str]:
-    """Returns the paths of weights that git ignores and that may not match their records once these are restored."""
+    """Returns the paths of weights that git ignores, and that may no longer match their records after a restore."""
     records = filter(None, map(RECORD_PATH.fullmatch, affected))
     weights = [f"paper_outputs/weights/{record[1]}.safetensors" for record in records]
     tracked = git.run("ls-files", "-z").split("\0") if weights else []
@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost parent folder that is not in `known` or holds a single run. Returns `path` if there is none."""
+    """Returns the topmost parent folder that is not in `known` or holds a single run. If none exists, returns `path`."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

@@ -1,4 +1,4 @@
-"""Checks whether the working tree and a commit train bit-identical weights: `python -m pipeline same_bits COMMIT`.
+"""Checks whether the working tree and a commit give bit-identical trained weights: `python -m pipeline same_bits COMMIT`.
 
 The command trains every model with both versions of the code for a few steps on the sample of MNIST, on this machine. If an
 edit changes the weights, increment `osa.NUMERICS`; DVC then trains the models again.

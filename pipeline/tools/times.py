@@ -18,7 +18,7 @@ OTHER_SECONDS = 5
 
 
 def of_stage(name: str) -> float:
-    """Estimates the seconds of a stage that trains no model: SECONDS[study], else SECONDS[group], else OTHER_SECONDS."""
+    """Estimates the seconds that a stage without training takes: SECONDS[study], else SECONDS[group], else OTHER_SECONDS."""
     group, _, study = name.rpartition(":")[2].partition("@")
     return SECONDS.get(study, SECONDS.get(group, OTHER_SECONDS))
 

@@ -1,7 +1,7 @@
 """Trains one variant with one seed: `python -m pipeline train osa_qr 0`.
 
-After an interruption, the same command resumes at the last point of the curves, and produces the same bits as an
-uninterrupted run. With `--set train.learning_rate=1e-3`, the run is a trial run, which DVC and git ignore.
+After an interruption, the same command resumes at the last saved point of the learning curves, and produces the same bits
+as an uninterrupted run. With `--set train.learning_rate=1e-3`, the run is a trial run, which DVC and git ignore.
 """
 
 import sys

@@ -82,7 +82,7 @@ def train_grid(chosen: argparse.Namespace, settings: Params) -> dict[str, Result
     """Trains the missing runs of a grid, and deletes their weights. Returns all results of the grid, by model and seed.
 
     Raises:
-        UserError: a combination is impossible, the data are missing, or a training fails.
+        UserError: a combination is impossible, the data are missing, or a run fails.
     """
     jobs = grid(chosen.models, chosen.set, chosen.seeds, settings)
     for _, config in jobs:  # missing data raise an error before any process starts
@@ -110,7 +110,7 @@ def result_of(run: Run, record: RunRecord) -> Trained:
 
 
 def parameters(record: RunRecord) -> dict[str, str]:
-    """Returns everything on which the numbers of a run depend: parameters, data and `osa.NUMERICS`."""
+    """Returns everything on which the results of a run depend: parameters, data and `osa.NUMERICS`."""
     found: dict[str, str] = {}
     for section, values in record.config.model_dump(mode="json", exclude_defaults=True).items():
         found |= {f"{section}.{key}": as_yaml(value) for key, value in values.items()}
@@ -118,7 +118,7 @@ def parameters(record: RunRecord) -> dict[str, str]:
 
 
 def changed_parameters(old: ResultsBySeed, new: ResultsBySeed) -> str:
-    """Lists the parameters that differ, as in "train.epochs 10 → 3"."""
+    """Lists the parameters that differ between old and new runs, as in "train.epochs 10 → 3"."""
     if not old:
         return ""
     was, now = (parameters(next(iter(runs.values())).record) for runs in (old, new))

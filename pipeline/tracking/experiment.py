@@ -66,7 +66,7 @@ class Experiment:
         return params.load_paper()
 
     def search(self, families: Iterable[str] | None = None) -> dict[str, list["Run"]]:
-        """Returns the runs of each family, such as table_2/osa_qr, newest run first. By default, searches all."""
+        """Returns the runs of each family, such as table_2/osa_qr, newest run first. By default, searches all families."""
         queries = [""]
         if families is not None:
             pairs = [family.split("/") for family in families]
@@ -112,7 +112,7 @@ class Experiment:
             self.client.log_batch(run.info.run_id, [Metric(*value) for value in values], new, new_tags)
 
     def _log_data(self, run: "Run", source: str) -> None:
-        """Fills MLflow's column Dataset."""
+        """Logs the name and digest of the run's data set, which MLflow shows in the column Dataset."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow limits a digest to 36 characters

@@ -59,7 +59,7 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
             raise
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    # The version stores the address of the files, since MLflow would look up models:/ID in the default store.
+    # The model version stores the files' address, since MLflow would look up models:/ID in the default store.
     place = logged.artifact_location
     client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

@@ -24,7 +24,7 @@ ENVIRONMENT = {  # defaults for MLflow's environment variables
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of environment variables to keep if the store is a database. Others could redirect the store or the server.
+# Prefixes of environment variables to keep if the store is a database. Other ones could redirect the store or server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how to connect to databases and artifacts
 ARTIFACTS = "mlartifacts"

@@ -168,7 +168,7 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and our difference from it, or {} if the family is not in the paper's Table 2."""
+        """Returns the paper's accuracy and the difference from it, or {} if the family is not in the paper's Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -219,9 +219,9 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns a digest of the configuration in params.yaml for each data set that the runs use.
+        """Returns digests of the configuration in params.yaml, one for each data set that the runs use.
 
-        Returns an empty set outside Table 2, if all runs have the same configuration, or if params.yaml lacks the variant.
+        Returns an empty set outside Table 2, and also if all runs share a configuration or params.yaml lacks the variant.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
@@ -236,7 +236,7 @@ class Family:
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
-            start = _now() if tags["study"] == TABLE_2 else start  # MLflow lists new runs first
+            start = _now() if tags["study"] == TABLE_2 else start  # Table 2 comes first, as MLflow lists new runs first
             self.parents[configuration] = self.experiment.create(self.name, start, shared)
         return self.parents[configuration]
 
@@ -313,7 +313,7 @@ def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
-    """Returns the digest of a configuration and its data, which all children of a parent share."""
+    """Returns a digest of a configuration and its data. All children of a parent have the same digest."""
     return _digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])
 
 

@@ -18,7 +18,7 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training.run import RUNS, SCRATCH, Run
 
-# MLflow shows metrics in this order. Its page Compare first shows the first of them.
+# MLflow shows metrics in this order. Its page Compare opens on the first metric of the list.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
 LOST_SECONDS = 3600  # a run without a new point for this long counts as killed
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow
@@ -27,7 +27,7 @@ Value = tuple[str, float, int, int]  # key, value, milliseconds since 1970, and 
 
 
 class TrackedTraining:
-    """A training run, identified by the path of its record, which lies in RUNS if the run has ended, else in SCRATCH."""
+    """A training run, given by the path of its record. The record lies in RUNS if the run has ended, else in SCRATCH."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -24,7 +24,7 @@ from osa.routes import plain_attention
 from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_eager, is_transformed, known, outside_of_modes
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/; the result counts for all lengths
+TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/; the result is used for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
 HOPPER_TOLERANCE = 1e-2  # above the rounding errors (3e-3 to 6e-3), below the error that a missing product causes (2e-2)
 PHI1_TOLERANCE = 1e-5
@@ -58,7 +58,7 @@ def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -
     """True if `attend` accepts these CUDA tensors.
 
     The first call for a kernel tests the kernel. If it does not compile, or disagrees with the plain route, the test warns
-    once, and this and later calls return False. No test runs while a CUDA graph is captured, so call `fits` before that.
+    once, and this and later calls return False. No test runs while a CUDA graph is captured, so call `fits` beforehand.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """False in a trace, or in a transform not listed in `but`. Under torch.compile, False only in a transform."""
+    """False in a trace, or in a transform not listed in `but`. Under torch.compile, False in any transform, else True."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 
@@ -295,7 +295,7 @@ def _is_verified(*kernel) -> bool:
 
 
 def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> None:
-    """Compiles the kernels of a call and of its gradients in parallel. Ignores errors: launching the kernel raises them."""
+    """Compiles the kernels of a call and of its gradients in parallel. Ignores errors, which a launch raises again."""
     meta = [x.detach().to("meta") for x in inputs]
     with torch.cuda.device_of(inputs[0]), ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         if form == "phi1":
@@ -313,9 +313,9 @@ def _compile_ahead(form: str, inputs: list[Tensor], options: dict[str, Any]) -> 
 def _agrees(
     form: str, method: str, device: torch.device, dtypes: tuple[torch.dtype, ...], rows: int, width: int, value_width: int
 ) -> bool:
-    """True if a kernel's output and gradients on this device match the plain route's on the CPU in float64.
+    """True if a kernel's output and gradients on this device match those of the plain route on the CPU in float64.
 
-    Any error from Triton, the C compiler or the driver rejects the kernel.
+    The result is also False if Triton, the C compiler or the driver raises an error.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
     if form == "parts":  # few heads and a long sequence, as "parts" requires

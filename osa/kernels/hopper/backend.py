@@ -16,7 +16,7 @@ from osa.kernels.launch import Inputs, ratio_up
 METHODS = ("exact",)
 
 MAX_ENTRIES = 2**31  # a head must span fewer entries, because offsets within a head have 32 bits
-MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows of a part, and minimum parts of a head; fewer are not worth three extra launches
+MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows per part and parts per head; below them, parts do not repay three extra launches
 WARPS = {"num_warps": 4, "maxnreg": 255}
 # Launch options of fused.py. Two programs fit on a multiprocessor (sm_90 in paper_outputs/benchmarks/kernels.csv)
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
@@ -37,7 +37,7 @@ class Hopper:
     method: str
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns "fused", and for few heads also "parts". Inside vmap, few heads can become many, which need "fused"."""
+        """Returns "fused" and, for few heads, also "parts": vmap may turn few heads into many, which need "fused"."""
         tensors, width = (query, key, value), query.shape[-1]
         fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
@@ -94,8 +94,8 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    If heads keep more than a quarter of the multiprocessors busy, parts gain little, because half of an H100's
-    multiprocessors read memory about as fast as all of them.
+    If whole heads keep more than a quarter of the multiprocessors busy, dividing them gains little, because half of an
+    H100's multiprocessors read memory about as fast as all of them.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program
@@ -109,7 +109,7 @@ def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
 
 
 def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries: int, sizes: dict) -> Tensor:
-    """Launches a program for each part. Returns the sums of the results over each head's parts, (heads, entries)."""
+    """Launches a program for each part, and returns each head's results, summed over its parts, (heads, entries)."""
     count = tensors[0].shape[:2].numel()
     found = torch.empty(count, sizes["parts"], entries, device=tensors[0].device)
     launch.launch(kernel, count * sizes["parts"], (*tensors, found), strides, sizes | GRAM)

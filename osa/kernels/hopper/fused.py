@@ -143,8 +143,8 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     if STORE:
         tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
     for i_term in range(MAX_TERMS):
-        # `for` and `if` replace `while`, which Triton 3.6 does not compile. The code computes the norm in one place, because
-        # a second copy would spill registers.
+        # `for` and `if` replace `while`, which Triton 3.6 cannot compile here. The code computes the norm in one place,
+        # because a second copy would spill registers.
         if size > least:
             size = tl.sum(b_term * b_term)
             least = tl.where(i_term == 0, factor * size, least)
@@ -251,8 +251,8 @@ def backward_kernel(
 
         grad V = E + M A₂,        grad M = c E Tᵀ + V A₂ᵀ + M A₃,        grad c = ⟨F, e^Z Y⟩ = ⟨F, Y + Z T⟩.
 
-    A program computes one head after another. The gradients of Q, K and V have the same strides. `scratch` holds a program's
-    t_k, s_k and Y, (D, COLUMNS) each, which stay in the caches.
+    A program computes one head after another. The gradients of Q, K and V have the same strides. `scratch` holds each
+    program's matrices t_k, s_k and Y, (D, COLUMNS), which stay in the caches.
     """
     p_terms = p_panel(scratch + tl.program_id(0).to(tl.int64) * SCRATCH)
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):

@@ -7,7 +7,7 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-torch adds up the sums of the parts, always in the same order. A program of `mix_kernel` would read these sums too slowly.
+torch sums the results over a head's parts in a fixed order. A single program of `mix_kernel` would read them too slowly.
 """
 
 import triton
@@ -30,7 +30,7 @@ def o_gram():
 
 @triton.jit
 def part_of(tokens, parts, rows):
-    """Returns three numbers: the head of a program, the first token of the program's part, and the tokens in this part."""
+    """Returns the index of a program's head, the first token of the program's part, and this part's number of tokens."""
     start = tl.program_id(0) % parts * rows
     return tl.program_id(0) // parts, start, tl.minimum(tokens - start, rows)
 

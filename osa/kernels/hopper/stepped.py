@@ -41,7 +41,7 @@ MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: if �
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 # Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# One product per term suffices if balancing divides ‖G‖_F by at most this number. Otherwise columns cancel in the gradients
+# Maximum factor by which balancing may reduce ‖G‖_F if a term takes one product. Above it, Q and K cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if `osa.linalg.imbalance` is larger, no digit is correct even with SPLIT
@@ -107,7 +107,7 @@ def load_z(p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
-    """X Zᵀ by one bfloat16 product, or by three if SPLIT. SPLIT omits the product of the two low parts."""
+    """X Zᵀ by one bfloat16 product or, if SPLIT, by three. The product of the two low parts is left out."""
     if SPLIT:
         b_high, b_low = high_low(b_x)
         b_product = tl.dot(b_high, b_z, tl.dot(b_high, b_z_low, tl.dot(b_low, b_z)))
@@ -141,7 +141,7 @@ def gram_norm(b_qq, b_qk, b_kk):
 
 @triton.jit
 def balance(b_qq, b_qk, b_kk):
-    """Returns γ of the columns of Q and of K, and σ. Column j of M R is σ_j (m_j − γ_j m_p), where p is the partner of j.
+    """Returns γ of the columns of Q and of K, and σ. For a pair (j, p), column j of M R is σ_j (m_j − γ_j m_p).
 
     γ is 0 for the longer column of a pair. σ_j is a power of two, and σ_p = 1/σ_j.
     """
@@ -180,7 +180,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether columns nearly cancel, and, if SPLIT, whether no digit is correct."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether Q and K nearly cancel, and, if SPLIT, whether no digit is correct."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -274,8 +274,8 @@ def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.co
     b_total += b_term
     size, degree = tl.full([], 1.0, tl.float32), 0
     for i_term in range(MAX_TERMS):
-        # `for` and `if` replace `while`, which Triton 3.6 does not compile. The code computes the norm in one place, because
-        # a second copy would spill registers.
+        # `for` and `if` replace `while`, which Triton 3.6 cannot compile here. The code computes the norm in one place,
+        # because a second copy would spill registers.
         if size > least:
             size = tl.sum(b_term * b_term)
             if size > least:
@@ -289,7 +289,7 @@ def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.co
 
 @triton.jit
 def store_term(p_terms, i_term, b_x, SPLIT: tl.constexpr):
-    """Stores a term in its slot."""
+    """Stores X in slot number `i_term`."""
     store_parts(p_terms + i_term * ENTRIES + o_panel(), b_x, 2 * (MAX_TERMS + 1) * ENTRIES, SPLIT)
 
 

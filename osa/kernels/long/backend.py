@@ -26,8 +26,8 @@ MIN_SHARE_LEFT = 2.0**-5  # float32 loses over 5 bits if shearing leaves less th
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
 # 100 eps ‖S‖₂. With a maximum of 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
-MATRICES = 128  # number of matrices that autograd differentiates at once; each takes 2 MB at a width of 64
-Mixing = Callable[..., Tensor]  # `_mixed` with a method and its options
+MATRICES = 128  # number of matrices in one call of autograd; each takes 2 MB at a width of 64
+Mixing = Callable[..., Tensor]  # `_mixed` with the method and its options filled in
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Long:
         return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Writes the output, and saves a row for each matrix in the layout of `_matrices`."""
+        """Writes the output, and saves for each matrix a row that `_matrices` can split."""
         query, key, value, scale = inputs
         width, value_width = query.shape[-1], value.shape[-1]
         length = 3 * width**2 + 2 * width * value_width
@@ -177,7 +177,7 @@ def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Ten
 
 
 def _sheared(x: Tensor, shear: Tensor) -> Tensor:
-    """x_i − γ_i x_j for each row i, where row j = i ± d is its partner."""
+    """x_i − γ_i x_j for each row i, where rows i and j = i ± d are a pair."""
     return x - shear * x.roll(x.shape[-2] // 2, -2)
 
 

@@ -24,7 +24,7 @@ def gram_kernel(
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
     If SHEARED, the kernel shears the columns by γ before it multiplies them, and skips matrices whose `is_lost` is 0,
-    because their G is accurate enough from the first launch.
+    because their G from the first launch is accurate enough.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

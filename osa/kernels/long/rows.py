@@ -56,7 +56,7 @@ def times(b_sums, q, k, saved, a, o_rows, o_columns, WIDTH: tl.constexpr, TENSOR
 
 @triton.jit
 def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """γ, σ and T from the saved row of a matrix (G, X, c and R⁻¹ follow)."""
+    """γ, σ and T of matrix number `index`, read from its saved row, in which G, X, c and R⁻¹ follow."""
     LENGTH: tl.constexpr = 4 * WIDTH + 8 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
     scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)

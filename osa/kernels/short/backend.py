@@ -13,7 +13,7 @@ METHODS = ("exact", "newton_schulz", "qr")
 MAX_TOKENS, MAX_WIDTH = 256, 16  # maximum rows and columns of query and key
 MAX_PHI1_ROWS = MAX_ROWS.value
 ENTRIES_PER_THREAD = 64  # entries of a basis that each thread holds in registers during Gram–Schmidt
-WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # one warp per matrix takes half the time of four on an H100
+WARP = {"num_warps": 1, "num_stages": 1, "maxnreg": 255}  # on an H100, one warp per matrix takes half as long as four
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Short:
         query, _, value, _ = inputs
         size, block = _sizes(query, value)
         constants = self.constants("backward", query, value, num_iterations)
-        squares = 11 + num_iterations  # number of matrices (2d, 2d) in scratch memory: each iteration stores one
+        squares = 11 + num_iterations  # number of matrices (2d, 2d) in scratch memory; each Newton–Schulz iteration adds one
         scratch_size = (3 * query.shape[-2] + 2) * size + squares * size**2 + 9 * block + _terms_size(size)
         tensors, with_strides = (*inputs, saved, grad, *grads), (*inputs, grad, grads[0], grads[2])
         _launch_heads(attention.backward_kernel, tensors, with_strides, scratch_size, epsilon, constants)

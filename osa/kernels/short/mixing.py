@@ -1,4 +1,4 @@
-"""Computes T in exp(S) V = V + L T, and A₁ to A₄ for the gradients, from Gram matrices within one Triton program.
+"""Within one Triton program, computes the factor T in exp(S) V = V + L T, and the matrices A₁ to A₄ for the gradients.
 
 In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. Then
 
@@ -38,7 +38,7 @@ IMBALANCE = tl.constexpr(128.0)  # maximum imbalance for which "exact" is accura
 
 @triton.jit
 def is_balanced(gram, scale, scratch):
-    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE, so that φ₁ is accurate. Also True for NaN."""
+    """True if `osa.linalg.imbalance` of Z is at most IMBALANCE. φ₁ is then accurate. Also True for NaN."""
     z, _ = matrix(scratch, gram[3], gram[3])
     apply_j(z, gram, scale)
     spectrum = -inner_product(z, transpose(z))  # Σ|λ|²

@@ -135,7 +135,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Stores the results of `phi1_gradients` for fraction · Z. `terms` holds the W_k; no product waits for these loads."""
+    """Stores the results of `phi1_gradients` for fraction · Z. `terms` holds the W_k, which can be loaded in advance."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

@@ -133,7 +133,7 @@ def qr(shape: list[int]) -> int:
 def cholesky(shape: list[int]) -> int:
     """Returns the multiply–adds of the Cholesky decomposition of (..., n, n): n³/6 for each matrix.
 
-    Column j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix (Golub & Van Loan, Section 4.2).
+    Step j subtracts an outer product from the stored half of an (n − j)×(n − j) matrix (Golub & Van Loan, Section 4.2).
     """
     return round(math.prod(shape) * shape[-1] / 6)
 
@@ -168,7 +168,7 @@ PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products, which the p
 ROUTINES: dict[str, Callable[[Shapes], int]] = {
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
     "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
-    # This operator calls its overload with the argument `out`, which has three shapes. We count the product once.
+    # This operator calls its overload with `out`, and the profiler sees both. We skip the overload, which has three shapes.
     "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),
     "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # n³/3 (Section 3.2)
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves

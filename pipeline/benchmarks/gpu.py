@@ -44,9 +44,9 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-# Values of ‖S‖₂. In the paper's trained models, the median over a block's heads is 0.2 to 1.6. ViT-B/16 begins with 6.
+# Values of ‖S‖₂. In the paper's trained models, the median over a block's heads is 0.2 to 1.6. ViT-B/16 starts at 6.
 NORMS = (2.0, 6.0, 40.0)
-TINY_NORMS = NORMS[:2]  # Triton's interpreter takes long at a norm of 40
+TINY_NORMS = NORMS[:2]  # Triton's interpreter is slow at a norm of 40
 Rows = Iterator[dict]
 
 
@@ -230,7 +230,7 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """Returns the time between the launches of a call, or None if the launches, timed one by one, take longer."""
+    """Returns the time between the launches of a call, or None if the launches, timed singly, take longer than the call."""
     left = whole - sum(shares)
     return left if left >= 0 else None
 
@@ -392,7 +392,7 @@ class Stopwatch:
 
 
 def profile(tiny: bool) -> Rows:
-    """Yields the slowest kernels (operators on a CPU) of one call and its gradients, for ViT-B/16 and a long sequence."""
+    """Yields the slowest kernels (on a CPU, operators) of a call with gradients, as in ViT-B/16 and for a long sequence."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
         inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])

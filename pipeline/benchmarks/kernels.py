@@ -147,7 +147,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
     """
     found: list[Launch] = []
     form, _, method = method.rpartition(" ")
-    # The launch code chooses the form "parts" if there are more multiprocessors than heads, as on an H100.
+    # The launch code chooses the form "parts" if there are many more multiprocessors than heads, as on an H100.
     multiprocessors = 132 if form == "parts" else 1
     with (
         mock.patch.object(launch, "launch", lambda kernel, programs, *others: found.append((kernel, *others))),
@@ -184,7 +184,7 @@ def name(launched: Launch) -> str:
 
 
 def resources(launched: Launch, architecture: int) -> dict:
-    """Compiles the kernel of a launch and returns the kernel's numbers for the table."""
+    """Compiles the kernel of a launch, and returns the measured columns of its row in the table."""
     compiled = compile_kernel(launched, architecture)
     (target,) = re.findall(r"^\.target (\w+)", compiled.asm["ptx"], re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,9 +1,9 @@
 """Times building and applying an orthogonal linear layer, against a dense one: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
-rotations), and the blog post's in pipeline/benchmarks/post.py. At each size all layers take turns in rounds of shuffled
-order, and we divide each layer's time by the dense layer's time in the same round. The results go to orthogonal.csv and
-orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
+rotations), and the steps of a blog post, in pipeline/benchmarks/post.py. At each size all layers take turns in rounds of
+shuffled order, and we divide each layer's time by the dense layer's time in the same round. The results go to
+orthogonal.csv and orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse

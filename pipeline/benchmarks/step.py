@@ -104,7 +104,7 @@ def prepare(
 def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[Key, int]:
     """Returns the floating-point operations of each step's matrix products.
 
-    CUDA graphs and compiled code hide their products, so we count the products of our eager code.
+    CUDA graphs and compiled code hide their products, so for them we count the products of our eager code.
     """
     eager = {(model, weights) for model, code, weights in steps if code == EAGER}
     counted = {}
@@ -185,7 +185,7 @@ def in_mode(deterministic: bool, step: StepCall) -> StepCall:
 
 
 def unpack(source: str, folder: Path) -> None:
-    """Unpacks the files that the fetch stage stored into the folder in which torchvision looks for MNIST."""
+    """Unpacks the fetch stage's files into the folder in which torchvision looks for MNIST."""
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     for path in idx.folder(source).glob("*.gz"):
@@ -196,7 +196,7 @@ def ratios(table: pd.DataFrame, settings: Params) -> dict:
     """Returns ratios of seconds for each kind of weights. A ratio is left out unless all its models were timed.
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
-    straightforward_over_ours   time of the script, divided by the time of our code, for each model and for sums over groups
+    straightforward_over_ours   time of the script, divided by the time of our code, for each model and group of models
     eager_over_ours             time of our step run eagerly, divided by its time as a CUDA graph; only where we use graphs
     """
     paper, result = list(params.load_paper().table_2), {}

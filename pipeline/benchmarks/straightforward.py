@@ -1,6 +1,6 @@
 """The models written in the obvious way: torchvision's ViT, and the formulas and library calls that the paper names.
 
-The formulas are neither optimised nor slowed down: they call torch.linalg.qr and torch.linalg.matrix_exp, and apply Eq. 9 to
+The code is neither optimised nor slowed down: it calls torch.linalg.qr and torch.linalg.matrix_exp, and applies Eq. 9 to
 the N×2d_v matrix [Q, K]. With the weights from `load_weights`, a model computes the same function as ours.
 """
 

@@ -33,7 +33,7 @@ from pipeline.statistics.verdicts import (
 
 GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss (nats) and accuracy (%) of a guess among ten classes
 CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # kind of a contrast → weights of mean accuracies
-TRAINS = 0.5  # a run trains if its last train loss is below this fraction of the loss of a guess
+TRAINS = 0.5  # a run succeeds if its last train loss is below this fraction of the loss of a guess
 
 
 class Results:
@@ -50,7 +50,7 @@ class Results:
         self.guess_loss = guess_loss
 
     def runs_of(self, name: str, status: str | None = None) -> pd.DataFrame:
-        """Returns the existing runs. If `status` is given, returns only the runs with this status."""
+        """Returns the existing runs called `name`. If `status` is given, returns only the runs with this status."""
         runs = self.runs[(self.runs["name"] == name) & (self.runs["status"] != "missing")]
         return runs if status is None else runs[runs["status"] == status]
 
@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """The first model reaches a target train loss in fewer epochs than `at_most_factor` times the second model's epochs.
+    """The first model needs fewer than `at_most_factor` times the second model's epochs to reach a target train loss.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.
@@ -281,7 +281,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """At the end of training, a watched quantity of the first model is below `at_most_factor` times the second model's."""
+    """In each of `columns` of watched.csv, the first model's last value is below `at_most_factor` times the second's."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -347,15 +347,15 @@ def trains(loss: float) -> bool:
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
     """Returns whether a run starts to learn.
 
-    A run does if its train loss at the first point in the second half of training is at least MARGIN_OF_A_START below the
-    loss of a guess.
+    The train loss at the first point in the second half of training must be at least MARGIN_OF_A_START below the loss of a
+    guess.
     """
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """Returns the geometric mean, over runs, of the lowest train loss in the first part of training. No runs give NaN.
+    """Returns the lowest train loss in the first part of training, as a geometric mean over runs. Without runs, it is NaN.
 
     The first part is the fraction `of_training` of the epochs.
     """

@@ -4,7 +4,7 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
 
     a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
                                     estimate is Hodges and Lehmann's, the median of all differences between a run of the
-                                    first and a run of the second model. The bounds are where the decision would change
+                                    first and a run of the second model. The bounds are the limits where the decision changes
     a ratio of two models           the same test, on logarithms
     a contrast of 3 or 4 models     Welch's t-test, because no rank test can decide with three to five runs per model
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
@@ -96,7 +96,7 @@ def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "abo
 
 def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
     """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are in [0, ∞]."""
-    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if it has the target loss at its first point
+    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if its first point has the target loss
         logs = np.log(first), np.log(second)
     verdict = judge(*logs, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))

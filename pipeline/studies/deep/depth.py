@@ -1,6 +1,6 @@
-"""Depth: which model trains at which depth without skips and LN, and what stops the others?
+"""Depth: which models train at which depths without skips and LN, and why do the others fail?
 
-We repeat the experiments of Section 4 of He et al. 2023 and add OSA. They train language models of width 1,024 on
+We repeat the experiments of Section 4 of He et al. 2023 and add OSA. He et al. train language models of width 1,024 on
 WikiText-103; we train ViTs of width 64 on MNIST. All models of one depth train for the same number of epochs, at learning
 rates from the study `rates`.
 """
@@ -43,7 +43,7 @@ IMAGES = 8  # number of test images that `watch` uses
 
 @torch.no_grad()
 def watch(training: Training) -> list[dict[str, float]]:
-    """Returns a row for the middle block and a row for the last block, with `of_tokens` of the block's output.
+    """Applies `of_tokens` to the outputs of the middle block and of the last block. Returns a row for each of the two.
 
     A block has no row if its output has entries that are not finite.
     """

@@ -52,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each network. Every input token has |x|²/d = 1. In the row, x is an output token.
+    """Yields a row for each network. Every input token has |x|²/d = 1. In the columns, x is an output token.
 
     log_mean, log_std   mean and standard deviation of log |x|²/d over tokens
     q_low, q_high       the quantiles `TAILS` of |x|²/d over tokens
@@ -122,7 +122,7 @@ def spreads(table: pd.DataFrame) -> pd.Series:
 
 
 def predicted(width: int, depth: int) -> float:
-    """Returns the standard deviation of log |x|² that we predict for independent linear MLPs."""
+    """Returns the standard deviation of log |x|² that we predict for linear MLPs with independent layers."""
     return math.sqrt(2 * (1 - 1 / HIDDEN_RATIO) * depth / width)
 
 

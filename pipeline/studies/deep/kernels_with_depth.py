@@ -101,13 +101,13 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Returns Σ_0 of tokens of random types, whose embeddings are orthogonal: 1 between equal types, else 0 (Appendix B)."""
+    """Returns Σ_0 of tokens of random types with orthogonal embeddings: 1 for tokens of one type, else 0 (Appendix B)."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
 
 def cosines(kernel: Tensor) -> Tensor:
-    """Returns diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, or the kernel of the normalised tokens."""
+    """Returns diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, and the kernel of normalised tokens."""
     scale = kernel.diagonal().rsqrt()
     return kernel * scale * scale[:, None]
 
@@ -230,7 +230,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields a `summary` of Σ_L for E-SPA with normalised skips and Σ_0 = I, for each depth L and γ from Eq. 26 or 25."""
+    """Yields a `summary` of Σ_L for E-SPA with normalised skips, Σ_0 = I, and γ from Eq. 26 or 25, for each depth L."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)
@@ -247,7 +247,7 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns a block's γ from Eq. 25 as printed by He et al., with λ_α² in place of λ_α.
+    """Returns a block's γ from Eq. 25 as printed by He et al.: the equation has λ_α² where it should have λ_α.
 
     `before` is the γ that the schedule prescribes for the previous block. `after` is this block's γ from Eq. 26.
     """
@@ -257,7 +257,7 @@ def eq_25(before: float, after: float) -> float:
 
 
 def diagonals(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the mean and spread of diag Σ_l for Figure 6, with and without the correction for repeated tokens."""
+    """Yields mean and standard deviation of diag Σ_l for Figure 6, with and without the correction for repeated tokens."""
     n, (depth, gamma, types) = settings.tokens, FIGURE_6
     for seed, corrected in itertools.product(settings.seeds, (True, False)):
         repeated = 1 / types if corrected else 0.0

@@ -27,7 +27,7 @@ from pipeline.studies._summaries import log_log_slope
 from pipeline.studies.lab import Lab
 
 OSA = "osa_exact"
-# "paper" uses the paper's tokens. "normalised" divides each token by its RMS. "following" is "normalised" with α ∝ 1/N.
+# "paper" does not rescale tokens. "normalised" divides each token by its RMS. "following" is "normalised" with α ∝ 1/N.
 CASES = ("paper", "normalised", "following")
 NORM_COLUMNS = ("norm_squared", "skew", "jacobian")  # ‖X‖₂², ‖S‖₂, ‖J₁‖₂
 

@@ -1,6 +1,6 @@
 """A pilot study of deep models. About a hundred steps on few images show which settings fail, before we train for hours.
 
-The two layers of an MLP are drawn independently or as an isometry. We vary the learning rate, the warm-up, clipping and α.
+The layers of an MLP are drawn independently, or together as an isometry. We vary learning rate, warm-up, clipping and α.
 """
 
 from typing import Annotated

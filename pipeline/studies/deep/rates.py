@@ -1,6 +1,6 @@
 """A grid search with short runs, for the learning rates of deep models and for α of `osa_shaped`.
 
-We chose the learning rates and α of the study `depth` from its results. No other study uses the seed of these runs.
+We chose the learning rates and α of the study `depth` from the results. No other study uses the seed of these runs.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from pipeline.studies.lab import Lab, first_steps
 
 OSA = "osa_shaped"  # the model for which we also search for α L
 ALPHA_TIMES_DEPTH = 0.36  # α L in the search for the learning rate
-LEARNS = 0.01  # a model learns if the loss of its best run is more than this (nats) below the loss of a guess
+LEARNS = 0.01  # a model learns if the loss of its best run is more than this many nats below the loss of a guess
 
 
 class Search(Section):
@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def short_trainings(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each search, model and rate. For OSA, also yields a row for each other α L, at the best rate."""
+    """Yields a row for each search, model and rate. For OSA, also yields a row for each further α L at the best rate."""
     for search, model in itertools.product(settings.searches, settings.models):
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]
@@ -54,7 +54,7 @@ def short_trainings(settings: Settings, lab: Lab) -> Iterator[dict]:
 
 
 def short_training(search: Search, seed: int, model: str, rate: float, alpha: float, lab: Lab) -> dict:
-    """Trains a model and returns its row. The loss is not finite if the run diverged."""
+    """Trains a model. Returns its settings and its mean loss over the last steps: not finite if the run diverged."""
     changes: Overrides = {"model": {"depth": search.depth}, "train": {"learning_rate": rate}}
     if model == OSA:
         changes["variant"] = {"alpha_times_depth": alpha}

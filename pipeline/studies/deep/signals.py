@@ -87,7 +87,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
     The row of a block has the keys of `of_tokens` and
 
-    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices, not its biases, which have a gradient even if tokens vanish
+    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices, without biases: they have a gradient even if tokens vanish
 
     The row of the model has the keys
 
@@ -132,7 +132,7 @@ def of_tokens(x: Tensor) -> dict[str, float]:
 def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     """Returns κ(A_L ⋯ A_1) of the attention matrices, as a geometric mean over heads and images.
 
-    A κ of at least `SINGULAR` counts as ∞. The result is NaN for a model with skips, since its tokens bypass this product.
+    A κ of at least `SINGULAR` counts as ∞. The result is NaN for a model with skips, since tokens bypass its attention.
     """
     if model.blocks[0].skip:
         return math.nan
@@ -148,7 +148,7 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
 
 @torch.no_grad()
 def kept(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Applies a model's attention layers without its MLPs. Yields the error of Σ_L, the kernel after the last layer.
+    """Applies each model's attention layers without its MLPs. Yields the error of Σ_L, the kernel after the last layer.
 
     The tokens start with X Xᵀ/d = I. This needs d ≥ N, so we set d to the smallest multiple of h that is at least N. For
     `osa_shaped`, which preserves only ‖X‖_F, the error is the relative error of tr Σ_L.
@@ -187,7 +187,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the α of `doubling_alpha` for each depth and for each patch size. The patch size changes ‖X‖₂²."""
+    """Yields the α that `doubling_alpha` finds for each depth and each patch size. The patch size changes ‖X‖₂²."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):

@@ -1,7 +1,7 @@
 """How do the maps X → Q(X) ∈ SO(n) of osa/constrained/orthogonal.py differ?
 
-All maps have Q(0) = I and the same derivative at 0. For n = 2 we compare the angles of Q(X). For n > 2 we compare the powers
-of ‖A‖₂ with which ‖Q(X) − exp(A)‖₂ grows, where A = X − Xᵀ.
+All maps have Q(0) = I and the same derivative at 0. For n = 2 we compare the angles of Q(X). For n > 2 we compare the
+exponents k in ‖Q(X) − exp(A)‖₂ = O(‖A‖₂ᵏ), where A = X − Xᵀ.
 """
 
 import itertools

@@ -32,7 +32,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def speed_on(path: Path) -> dict:
     """Returns numbers from the table of one machine.
 
-    ours             for each of our layers, the row in `GOAL_RANGE` that is slowest relative to the dense layer
+    ours             for each of our layers, its slowest row relative to the dense layer, for n in `GOAL_RANGE`
     fastest          the row that decides whether the dense layer is the fastest, as the post states
     literal_givens   the row that decides whether the post's Givens layer is much slower, as the post states
     """

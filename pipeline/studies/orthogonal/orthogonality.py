@@ -1,7 +1,7 @@
 """How much do orthogonality penalties contribute to the gradient at the first training step?
 
 The penalties come from Zhang et al. 2021, *On Orthogonality Constraints for Transformers*, and act on attention and weights.
-The study `penalties` trains with them.
+The study `penalties` trains models with them.
 """
 
 import itertools

@@ -26,7 +26,7 @@ from pipeline.studies.orthogonal.orthogonality import attention_row, weight_row
 from pipeline.studies.orthogonal.perturbation import QUARTER, RATIO_ROUNDING, worst_ratios
 from pipeline.training import loop
 
-IMAGES, FEW = 32, 2  # numbers of test images for the statistics of a layer, and for the ratio of Theorem 2.1
+IMAGES, FEW = 32, 2  # numbers of test images for the statistics of a layer, and for `worst_ratios`
 # Standard deviations of noise on the pixels: NOISE to measure how much A changes, NOISES to measure accuracy
 NOISE, NOISES, NOISY_IMAGES = 0.1, (0.1, 0.3, 0.5), 1000
 CLAIMS = ("stated_weights_make_orthogonal", "strong_weights_show", "penalties_boost", "soft_does_not_replace_hard")

@@ -2,7 +2,7 @@
 move when its query moves?
 
 One row of Q moves by δ with ‖δ‖ = ε; K is fixed. We divide the change of the row of A by the theorem's bound 2α‖K‖₂ε
-(α = 1/√d_v), and show that a quarter of it is enough. For orthogonal attention we measure the change of the whole matrix A.
+(α = 1/√d_v), and show that a quarter of this bound suffices. For orthogonal attention we measure the change of all of A.
 """
 
 import itertools

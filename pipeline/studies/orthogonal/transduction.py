@@ -42,7 +42,7 @@ class Settings(Section):
 
 
 class Encoder(nn.Module):
-    """A Transformer encoder of the paper's ViT blocks: strings of symbols (B, N) → logits (B, N, symbols)."""
+    """A Transformer encoder built from the paper's ViT blocks: strings of symbols (B, N) → logits (B, N, symbols)."""
 
     def __init__(self, blocks: nn.ModuleList, embed_dim: int, length: int, generator: torch.Generator) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class Study:
         figures: maps the name of each figure to the function of (settings, tables, lab) that draws the figure.
         trainings: (settings, lab) → requests for the runs that `python -m pipeline fan_out` trains.
         read: (settings, lab) → tables of the runs that `trainings` requests, read from the runs' folders.
-        watch: (training) → rows of numbers, which a run writes to watched.csv at every point of its curves.
+        watch: (training) → rows of numbers. A run calls `watch` at each point of its curves and writes watched.csv.
     """
 
     summarise: Callable[..., dict[str, Any]]

@@ -48,7 +48,7 @@ def draw_interval(axes: Axes, low: float, high: float, y: float, colour: str, wi
 def label_ends(axes: Axes, gap: float = 0.075) -> None:
     """Labels each line at its last point.
 
-    Labels that overlap in x are moved in y until the gap between them is `gap` times the height of the axes.
+    Labels that overlap in x move apart in y until their distance is at least `gap` times the height of the axes.
     """
     figure = axes.get_figure(root=True)
     assert figure is not None

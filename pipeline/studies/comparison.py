@@ -43,7 +43,7 @@ class Settings(Section):
 
 
 def study(**parts: Any) -> Study:
-    """Returns a `Study` that trains and reads the runs listed in its settings. `parts` adds or replaces fields."""
+    """Returns a `Study` with the fields `parts`. By default, the study trains and reads the runs listed in its settings."""
     return Study(**dict[str, Any](settings=Settings, trainings=trainings, read=read) | parts)
 
 
@@ -65,7 +65,7 @@ def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tab
 
 
 def last_loss(request: Request, curve: str, lab: Lab) -> float | None:
-    """Returns the last value of a run's loss curve, infinity if the run diverged, or None if the run has not ended."""
+    """Returns a run's last value of `curve`: infinity if the run diverged, None if it is missing, incomplete or outdated."""
     variant, overrides, seed = request
     run = lab.run(variant, overrides, seed)
     if not run.is_current(lab.config(variant, overrides)):

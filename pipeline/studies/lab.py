@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Lab:
     """Gives a study its models and runs.
 
-    Both follow one reading of the paper, from pipeline/paper.yaml. They take only the choice of images from params.yaml.
+    Both follow one reading of the paper, from pipeline/paper.yaml. Only the choice of the image data comes from params.yaml.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
@@ -45,7 +45,7 @@ class Lab:
         return other
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns the result of `make()`, which is computed once per name for the labs of all studies."""
+        """Returns the result of `make()`. The labs of all studies share the result and compute it only once per name."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -93,7 +93,7 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
     """Trains for at most `steps` steps and yields a row for each step. Stops after a loss that is not finite.
 
     step       the number of the step, from 0
-    loss       the loss on the step's minibatch, before the step
+    loss       the loss on the step's minibatch, before the step changes the weights
     gradient   ‖∂loss/∂θ‖₂ over all parameters, before clipping
     """
     norms: list[Tensor] = []

@@ -266,7 +266,7 @@ class Variant(VariantKeys):
         return self
 
     def architecture(self) -> dict[str, Any]:
-        """The variant's architecture options that are set, without its penalty, constraint and overrides."""
+        """The architecture options that the variant sets, without its penalty, constraint and overrides."""
         keys = {option.name for option in dataclasses.fields(Architecture)}
         return self.model_dump(include=keys, exclude_none=True)
 
@@ -347,7 +347,7 @@ class OpenChoice(Section):
 
 
 class Paper(Section):
-    """The content of pipeline/paper.yaml. The study `complexity` validates `orders`."""
+    """The content of pipeline/paper.yaml. The study `complexity` validates the entries of `orders`."""
 
     title: str
     authors: str
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns the run configuration for a model of osa.MODELS and a reading's recipe. Only the images come from params.yaml.
+    """Returns the configuration of a run: a model of osa.MODELS, the recipe of a reading, and the images of params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.
@@ -479,7 +479,7 @@ def without_stage(arguments: list[str]) -> list[str]:
 
 
 def seed(text: str) -> int:
-    """Converts a command-line argument to a seed, as a `type` of argparse."""
+    """Converts a command-line argument to a seed. Serves as `type` in argparse's `add_argument`."""
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_SEED):
         raise argparse.ArgumentTypeError(f"{text} is not a seed: write a whole number from 0 to {MAX_SEED}")
     return int(text)

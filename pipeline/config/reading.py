@@ -23,7 +23,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def in_repository(path: str | Path) -> Path:
-    """Returns the path if it exists in the working directory, else the same path in the repository of this code."""
+    """Returns the path if it exists in the working directory, else the same path under the repository's root."""
     path = Path(path)
     return path if path.exists() else ROOT / path
 

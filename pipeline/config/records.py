@@ -1,4 +1,4 @@
-"""Reads and writes record.json, which holds the provenance of a folder of results and the SHA-256 of each file in it.
+"""Reads and writes record.json, which holds the provenance of a folder of results and the SHA-256 of the folder's files.
 
 All code that reads results first calls `read_record`, which detects any changed byte in the folder.
 """
@@ -40,7 +40,7 @@ class Environment(Section):
 class Record(Section):
     """The provenance of a folder of results."""
 
-    folder: str  # path of the folder below paper_outputs
+    folder: str  # path relative to paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
     commits: list[str | None] = Field(default_factory=list)  # of each process that worked on the results; None if unknown
@@ -54,7 +54,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The provenance of a run, whose weights lie outside `folder`."""
+    """The provenance of a run. The weights of the run lie outside `folder`."""
 
     run_key: str
     study: str
@@ -93,7 +93,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def seal(folder: Path, **made_by: Any) -> None:
-    """Writes the record of a folder of measurements. `made_by` holds its keys other than folder and files."""
+    """Writes the record of a folder of measurements. `made_by` holds the record's keys other than `folder` and `files`."""
     write_record(folder, Record(folder=place(folder), files=digests(folder), **made_by))
 
 
@@ -114,10 +114,10 @@ def read_record(folder: Path, schema: type[Kind], command: str) -> Kind:
 
 
 def parse(path: Path, schema: type[Kind], remedy: str, text: str | None = None) -> Kind:
-    """Parses a record, from `text` if given, else from the file. Does not verify the folder's other files.
+    """Parses a record from `text` if given, else from the file `path`. Does not verify the folder's other files.
 
     Raises:
-        UserError: a key is unknown, missing or impossible, or the record does not match its own digest.
+        UserError: the record is missing, does not fit the schema, or does not match its own digest.
     """
     if text is None and not path.exists():
         raise UserError(f"{path} is missing: {remedy}.")
@@ -136,7 +136,7 @@ def verify(known: dict[Path, str | None], record: Path, command: str) -> None:
     """Compares files with their recorded SHA-256. A digest of None means that the file must not exist.
 
     Raises:
-        UserError: a file differs, is missing, or must not exist.
+        UserError: a file differs, is missing, or exists although its digest is None.
     """
     for path, expected in known.items():
         found = files.sha256(path) if path.is_file() else None
@@ -157,5 +157,5 @@ def _others(folder: Path) -> list[Path]:
 
 
 def place(folder: Path) -> str:
-    """The path of a folder below paper_outputs, such as runs/table_2/osa_qr/10."""
+    """The path of a folder relative to paper_outputs, such as runs/table_2/osa_qr/10."""
     return str(folder).rpartition("paper_outputs/")[2]

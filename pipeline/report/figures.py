@@ -87,7 +87,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     """Returns a figure as SVG, with the sources as metadata. Equal figures give equal bytes."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
     text = _save(figure, "svg", metadata).decode()
-    # matplotlib names clip paths and markers by digests of coordinates, whose last bits vary. We number them instead.
+    # matplotlib names clip paths and markers by digests of coordinates, whose last bits vary. Numbers replace these names.
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
@@ -129,7 +129,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """Halves the text of an SVG polyline by writing relative steps, rounded to tenths of a point. Keeps any other path."""
+    """Halves the text of an SVG polyline: writes relative steps, rounded to 0.1 point. Returns any other path unchanged."""
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]

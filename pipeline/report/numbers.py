@@ -22,7 +22,7 @@ NOTATION = re.compile(
 
 
 def number(value: float | None) -> str:
-    """Formats a number with three significant digits: 0.0123, 12.3, 4 096, 1.23 × 10⁻⁷, ∞."""
+    """Formats a number with three significant digits: 1.23 × 10⁻⁷. From 1000 to 10⁵, rounds to whole numbers: 4 096."""
     if value is None or math.isnan(value):
         return ABSENT
     if math.isinf(value):
@@ -37,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:
-    """Marks up superscripts and subscripts in escaped text, as in d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}, with `up` and `down`."""
+    """Marks up superscripts with `up` and subscripts with `down`, as in d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}. `text` is escaped."""
 
     def write(found: re.Match) -> str:
         part = found.groupdict()

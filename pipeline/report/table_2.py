@@ -85,7 +85,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """Returns the probability that one more run exceeds `level`, for normally distributed runs. NaN for a single value."""
+    """Returns the probability that one more value exceeds `level`, for normally distributed values. NaN for one value."""
     estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error for one more run
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
@@ -135,7 +135,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
     """Returns the cost of Table 2's runs.
 
     parameters   minimum and maximum number of parameters of a model
-    machines     for each kind of machine, its seeds, and the minutes of its shortest run (`least`) and longest run (`most`)
+    machines     for each kind of machine, the seeds of its runs, and the `least` and `most` minutes of a run
     """
     parameters, machines = lab.tables["runs"]["num_parameters"].dropna().astype(int), defaultdict(list)
     for (_, seed), record in records.items():
@@ -151,7 +151,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """For Table 2 and each study that trains models, returns the number of runs, total hours and each machine's variants."""
+    """For Table 2 and each study that trains models, returns the number of runs, total hours, and variants by machine."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}

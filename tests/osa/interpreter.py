@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -26,8 +27,8 @@ def quick():
     """
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     run, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
-    create_dot = type(builder).create_dot
-    patched, no_type = set(), core.tuple_type([])
+    create_dot, find_numpy_type = type(builder).create_dot, interpreter._get_np_dtype
+    patched, no_type, numpy_types = set(), core.tuple_type([]), {}
 
     def patch_tensor_and_index(tensor, scope):
         patch_tensor(tensor, scope)
@@ -42,6 +43,12 @@ def quick():
     def run_from_scratch(self, *args, **kwargs):
         patched.clear()
         return run(self, *args, **kwargs)
+
+    def numpy_type(kind):
+        name = kind.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = find_numpy_type(kind)
+        return numpy_types[name]
 
     def convert(data, source, target, rounding):
         is_wide = source == core.float32
@@ -63,6 +70,8 @@ def quick():
         patch.setattr(interpreter.GridExecutor, "__call__", run_from_scratch)
         patch.setattr(core, "_type_for_tuple_values", lambda values, fields=None: no_type)
         patch.setattr(interpreter, "_convert_float", convert)
+        patch.setattr(interpreter, "_get_np_dtype", functools.cache(interpreter._get_np_dtype))
+        patch.setattr(interpreter, "_get_np_dtype", numpy_type)
         patch.setattr(type(builder), "create_dot", dot)
         patch.setattr(type(builder), "create_fma", fma)
         patch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from osa.vit import VisionTransformer
 
 __version__ = "1.1.0"
-# An edit that changes the results of training must increase this number: runs with a lower number may be invalid
+# Increase this number with every edit that changes the results of training: runs made under a lower number may be invalid
 NUMERICS = 2
 
 __all__ = [

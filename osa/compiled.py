@@ -1,6 +1,6 @@
 """Orthogonal attention on the CPU under torch.compile, as one operator that may read the values of its inputs.
 
-Traced tensors have no values, so osa/routes.py alone would always do the maximum number of doublings (see `phi1_times`).
+Traced tensors have no values, so without the operator `phi1_times` would always double φ₁ the maximum number of times.
 With the operator, a compiled training step of osa_exact with 128 images on one core takes 0.30 s instead of 2.8 s.
 """
 
@@ -14,7 +14,7 @@ from osa.linalg import Scale
 from osa.routes import plain_attention
 from osa.runtime import KERNELS, autograd_in_an_operator, constant_to_a_trace, in_own_types, is_transformed
 
-# Inputs and output of each autograd graph that a backward pass may need, by the graph's number
+# Maps the number of each autograd graph that a backward pass may need to the graph's inputs and output
 GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}
 GRAPH_NUMBERS = itertools.count()
 INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
@@ -50,7 +50,7 @@ def attend(
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
     """Returns exp(S) V, and a tensor that holds the number of the autograd graph in `GRAPHS`.
 
-    `GRAPHS` keeps the graph only if `keep` is true, and only until this tensor is freed.
+    `GRAPHS` keeps the graph only if `keep` is true, and only until the tensor with the graph's number is freed.
     """
     options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:

@@ -1,4 +1,4 @@
-"""Initialisation of attention, MLPs and linear layers, from Algorithm 1, Section 4, Appendix D and other papers."""
+"""Initialisation of attention, MLPs and linear layers, as in Algorithm 1, Section 4, Appendix D, and in other papers."""
 
 import math
 from typing import Protocol, get_args
@@ -54,7 +54,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # a meta tensor has no values, but drawing it would still take long
+    if torch.get_default_device().type == "meta":  # there are no values to draw, and the code below would still take long
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -87,9 +87,9 @@ def scaled_uniform_orthogonal_(weight: Tensor, *, generator: Generator | None = 
 def init_orthogonal_attention_(
     attention: Attention, *, alpha: float = 0.1, joint_value_output: bool = False, generator: Generator | None = None
 ) -> None:
-    """Draws W^V = U and W^O = Vᵀ of each head with independent U, V ~ U_{d×d_v}, and [W^Q, W^K] ~ U_{d×2d_v} (Section 4).
+    """Draws each head's W^V and (W^O)ᵀ from U_{d×d_v}, independently, and [W^Q, W^K] from U_{d×2d_v} (Section 4).
 
-    Also sets α of orthogonal attention, and sets biases to zero.
+    U_{n×m} is the distribution of `stiefel_uniform`. Also sets α of orthogonal attention, and sets biases to zero.
 
     Args:
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
@@ -127,7 +127,7 @@ def init_softmax_attention_(
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
         alpha: α. Softmax attention ignores it.
-        fused_qkv: draw query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
+        fused_qkv: draw the weights of query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
         joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # ratio of Xavier's bounds √(6/(d + 3d)) and √(6/(d + d))
@@ -155,12 +155,12 @@ def init_ji_attention_(
 
         W^V = c U,        W^O = c V,        W^Q_i W^K_iᵀ ≈ a Z_i + b I,
 
-    where U and V are Haar on O(d), and Z_i has independent entries N(0, 1/d). The product W^Q_i W^K_iᵀ is the best
-    approximation of rank d_v: if a·Z_i + b·I has the singular value decomposition P Σ Rᵀ, then W^Q_i and W^K_i are the
+    where U and V are Haar on O(d), and Z_i has independent entries N(0, 1/d). The product W^Q_i W^K_iᵀ is the best rank-d_v
+    approximation of a Z_i + b I: if the latter has the singular value decomposition P Σ Rᵀ, then W^Q_i and W^K_i are the
     first d_v columns of P Σ^½ and R Σ^½.
 
-    The defaults are the values for ViT-B that summaries and a reproduction of Ji et al. give. We assume that U and V span
-    all heads, and that each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
+    The defaults are the values for ViT-B that summaries and a reproduction of Ji et al. give. We assume that U and V
+    hold the blocks of all heads, and that each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
@@ -331,6 +331,6 @@ def zeros_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 def truncated_normal_(tensor: Tensor, std: float, *, generator: Generator | None = None) -> Tensor:
     """Draws from N(0, σ²) restricted to [−2σ, 2σ] (Appendix D: learnable embeddings and [cls], σ = 0.02)."""
-    if tensor.is_meta:  # a meta tensor has no values, but drawing it would import torch's compiler
+    if tensor.is_meta:  # there are no values to draw, and `trunc_normal_` would import torch's compiler
         return tensor
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)

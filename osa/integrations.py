@@ -1,4 +1,4 @@
-"""Orthogonal attention in models of timm and of Hugging Face's transformers. Importing this module imports neither."""
+"""Orthogonal attention in models of timm and Hugging Face's transformers. Importing this module imports neither library."""
 
 import copyreg
 import functools
@@ -43,7 +43,7 @@ def timm_attention(
 
 
 class _PickledByCall(type):
-    """Metaclass of the classes that `_timm_class` returns. Pickle stores a class as the call `_timm_class(*arguments)`."""
+    """Metaclass of the classes that `_timm_class` returns. Pickle stores them as calls, `_timm_class(*arguments)`."""
 
     arguments: tuple[Method, int | None, float, float]
 
@@ -99,7 +99,7 @@ def register_with_transformers(
     epsilon: float = EPSILON,
     alpha: float = 1.0,
 ) -> None:
-    """Registers orthogonal attention for encoders in transformers, such as ViT and BERT, for `set_attention` to apply.
+    """Registers orthogonal attention with transformers. `set_attention` can then give it to encoders such as ViT and BERT.
 
     Register the attention again, with the same settings, before you load a saved model. A causal model, or training with
     attention dropout, raises ValueError at the first call.
@@ -115,7 +115,7 @@ def register_with_transformers(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: the method is unknown, α is not finite, or the name is not a word or belongs to another attention.
+        ValueError: the method is unknown, α is not finite, or the name is not a word or is taken by another attention.
 
     Example:
         >>> register_with_transformers("osa")  # doctest: +SKIP
@@ -138,7 +138,7 @@ def register_with_transformers(
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
-    """Gives a transformers model the attention registered as `name`, and writes its settings into the configuration.
+    """Gives a transformers model the attention registered as `name`, and writes the settings into the model's configuration.
 
     `attn_implementation=name` alone is not enough: the model raises ValueError at its first call, because its attention
     would not be saved.
@@ -175,7 +175,7 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
 
 
 def _parts(config: Any) -> dict[str, Any]:
-    """Returns the configurations of a model's parts by key, without parts that have no configuration."""
+    """Returns the configurations of a model's parts, by key. Leaves out parts that have no configuration."""
     return {key: getattr(config, key) for key in config.sub_configs if getattr(config, key, None) is not None}
 
 
@@ -214,7 +214,7 @@ def _is_ours(registered: Any) -> TypeGuard[functools.partial]:
 
 
 def _is_another(name: str | None) -> bool:
-    """True if transformers has an attention of this name, and this module did not register it."""
+    """True if transformers has an attention function of this name that this module did not register."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     return not _is_ours(AttentionInterface().get(name)) and name in (*AttentionInterface(), *AttentionMaskInterface())
@@ -235,7 +235,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as transformers calls it. Returns the heads, (B, N, h, d_v), and A, (B, h, N, N), if `output_attentions`."""
+    """The function that transformers calls. Returns the heads (B, N, h, d_v), and A (B, h, N, N) if `output_attentions`."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")

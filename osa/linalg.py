@@ -23,7 +23,7 @@ POLAR_EXPRESS = (
 
 # Maximum spectral radius ρ for which Z need not be halved: the terms of the series stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
-_MAX_DOUBLINGS = 14  # number of doublings where ρ cannot be read
+_MAX_DOUBLINGS = 14  # number of doublings in `phi1_times` if ρ cannot be read
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
 # Maximum `imbalance` of Z for which A = exp(S) is orthogonal to about 100 eps max(1, ‖S‖₂)
 IMBALANCE = 128.0
@@ -49,8 +49,8 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, batched and without reading values.
 
-    A shift keeps the first decomposition from failing, and the second one removes the remaining error BᵀB − I (Fukaya et
-    al. 2020). All arithmetic is float64. First, a diagonal matrix of size eps ‖M‖ is added to M, to give it full rank.
+    A shift keeps the first decomposition from failing. The second decomposition removes the remaining error BᵀB − I (Fukaya
+    et al. 2020). All arithmetic is float64. First, a diagonal matrix of size eps ‖M‖ is added to M, to give it full rank.
     This costs no accuracy: Householder's Q, too, is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4).
 
     Args:
@@ -183,7 +183,7 @@ def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
     Solves by LU decomposition of W = I − Z/2. On CUDA, the LU decomposition of a batch would wait for the host, so the
-    Cholesky decomposition of WᵀW replaces it, in float64 because WᵀW has the squared condition number of W.
+    Cholesky decomposition of WᵀW replaces it, in float64 because the condition number of WᵀW is the square of W's.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
@@ -244,7 +244,7 @@ def gram_factor(gram: Tensor) -> Tensor:
 
 
 def balanced(m: Tensor) -> Tensor:
-    """Returns M T for a symplectic T (T J Tᵀ = J): S stays the same, and each pair of columns is as short as possible.
+    """Returns M T for a symplectic T (T J Tᵀ = J): S stays the same, and the columns q_j, k_j become as short as possible.
 
     S/scale = M J Mᵀ is the sum of q_j k_jᵀ − k_j q_jᵀ over pairs of columns. Multiplying a pair by a 2×2 matrix of
     determinant 1 leaves its term unchanged. First, the shorter column's projection on the longer is subtracted from the
@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the smallest odd m for which the remainder's derivative, about ρ^{m+1} / (m + 1)!, is at most eps / 4."""
+    """Returns the smallest odd m for which the Taylor remainder's derivative, about ρ^{m+1}/(m + 1)!, is at most eps/4."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2

@@ -177,7 +177,7 @@ def build_vit(
     vit.config = config
     _allocate(vit)
 
-    # The order of the draws must not change, because a seed would then give different weights.
+    # Keep the order of the draws: in another order, the same seed would give different weights.
     truncated_normal_(vit.cls_token, config.embedding_std, generator=generator)
     truncated_normal_(vit.position_embedding, config.embedding_std, generator=generator)
     PATCH_EMBEDDING_INIT[config.patch_embedding](vit.patch_embedding, generator=generator)
@@ -193,7 +193,7 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Replaces meta parameters by uninitialised ones on the default device, like `to_empty`, even under FakeTensorMode."""
+    """Replaces meta parameters by uninitialised ones on the default device, like `to_empty`. Works under FakeTensorMode."""
     device = torch.get_default_device()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):

@@ -131,7 +131,7 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """True for an `nn.Linear`, parametrised or not. False for a subclass, or if `forward` is replaced or there are hooks."""
+    """True for an `nn.Linear`, parametrised or not. False for a subclass, a replaced `forward`, or a layer with hooks."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)
@@ -221,7 +221,7 @@ class LayerOptions(TypedDict, total=False):
 
 
 class _NoFastPath:
-    """A placeholder weight. Its `__torch_function__` keeps torch's encoder from its fast path, which computes softmax."""
+    """A placeholder weight. Its `__torch_function__` keeps torch's encoder off the fast path, which computes softmax."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
@@ -231,7 +231,7 @@ class _NoFastPath:
 class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     """`OrthogonalSelfAttention` with the call signature of `nn.MultiheadAttention`, for encoders of torch and torchvision.
 
-    Cross-attention is not supported. A mask may exclude whole tokens (padding), but no single pairs of query and key.
+    Cross-attention is not supported. A mask may exclude whole tokens (padding), but not single pairs of query and key.
 
     Args:
         embed_dim: d.
@@ -273,7 +273,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the output, with the shape of query, and the matrices exp(S). These are None if `need_weights` is False.
+        """Returns the output, with the shape of query, and the matrices exp(S). Without `need_weights`, the latter are None.
 
         Args:
             query, key, value: the same tensor, (B, N, d), or (N, B, d) if not `batch_first`, or (N, d).

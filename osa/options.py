@@ -27,7 +27,7 @@ QueryKeyInit = Literal["zero_query", "zero_key", "small"]
 ValueOutInit = Literal["orthogonal", "gaussian"]
 
 
-MAX_SIZE = 2**14  # maximum of each size: larger weights do not fit in memory
+MAX_SIZE = 2**14  # maximum of `embed_dim` and other sizes: larger weights do not fit in memory
 
 
 def _option(default: Any = dataclasses.MISSING, **facts) -> Any:
@@ -100,7 +100,7 @@ class Initialisation:
     patch_embedding: LinearInit = "xavier"
     """"xavier", "torch" (PyTorch's default) or "lecun" (Flax's)."""
     head: HeadInit = "xavier"
-    """As `patch_embedding`, or "zeros"."""
+    """A choice for `patch_embedding`, or "zeros"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ FIELD_TYPES = get_type_hints(ModelConfig)
 
 
 def check_attention_options(options: dict[str, Any]) -> None:
-    """Raises ValueError if an option of another kind of attention is set."""
+    """Raises ValueError if an option is set that the chosen kind of attention does not accept."""
     for name, value in options.items():
         owners = FIELDS[name].metadata.get("attention") if name in FIELDS else None
         if value is not None and owners and (attention := options["attention"]) not in owners:
@@ -320,7 +320,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of each MLP are built from one orthonormal frame, which models of 72 blocks need at this width
+# Both layers of each MLP are built from one orthonormal frame. At width 64, models of 72 blocks need this
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,
@@ -352,6 +352,6 @@ def model_name(config: ModelConfig) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message, with the most similar known name, or with all known names."""
+    """Returns the end of an error message, with the most similar known name, or with all known names if none is similar."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"

@@ -46,7 +46,7 @@ Which data it was trained on, with what result and for which use, is for its aut
 
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
-TRANSIENT = ("training", "grad_checkpointing")  # attributes of modules that do not change what the model computes
+TRANSIENT = ("training", "grad_checkpointing")  # module attributes that do not affect what the model computes
 LFS_POINTER = b"version https://git-lfs"  # first bytes of the pointer that Git LFS stores in place of a file
 JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
 SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
@@ -208,7 +208,7 @@ def _check_link(path: Path) -> None:
 
 
 def _check_file(file: Path) -> None:
-    """Raises FileNotFoundError or ValueError unless the path is a file with content rather than a Git LFS pointer."""
+    """Raises FileNotFoundError or ValueError unless the path is a file that is not a Git LFS pointer."""
     _check_link(file)
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(file.parent)}")

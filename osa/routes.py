@@ -37,7 +37,7 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # maximum ‖[S]‖_F that `_is_small` accepts
-# Maximum scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for which S itself is used. Independent entries of Q and K give about √(d/2)
+# Maximum of scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for using S itself. If Q and K have independent entries, it is about √(d/2)
 CANCELLATION = 16.0
 # Values of eps · scale · ‖M‖_F² above which the iterations run in float64, and above which no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
@@ -81,14 +81,14 @@ PhiTimes = Callable[[Tensor, Tensor], Tensor]
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     if query.shape[-2] <= 2 * query.shape[-1]:  # N ≤ 2d: a basis would only rotate the tokens
         return value + _moved(function, _skew(query, scale * key), value)
-    m = torch.cat([query, scale * key], dim=-1)  # M, (b, N, 2d), with S = M J Mᵀ; it has the span of [Q, K]
+    m = torch.cat([query, scale * key], dim=-1)  # M, (b, N, 2d), with S = M J Mᵀ and the column space of [Q, K]
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Computes A V from Gram matrices of M, or of M T as `balanced` returns it, or with a basis if M T does not suffice.
+    """Computes A V from Gram matrices of M, or of the M T that `balanced` returns, or with a basis if M T does not suffice.
 
-    If N < 2d, S is smaller than a Gram matrix. It is then used instead, unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, S is smaller than a Gram matrix. S is then used instead, unless Q Kᵀ and K Qᵀ nearly cancel.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -139,7 +139,7 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type for inputs that may lose precision: float64 on the CPU, where that only doubles the time."""
+    """Returns the type to use where digits may be lost: float64 on the CPU, where it only doubles the time, else m's."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 

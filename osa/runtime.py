@@ -23,12 +23,12 @@ KERNELS: dict[str, list[tuple[Callable[..., bool], Callable[..., Tensor]]]] = {}
 
 
 def kernel(name: str, *arguments) -> Callable[..., Tensor] | None:
-    """Returns the first kernel in `KERNELS` for the named function that accepts the arguments, or None if none does."""
+    """Returns the first kernel under `name` in `KERNELS` whose test accepts the arguments, or None if there is none."""
     return next((function for fits, function in KERNELS.get(name, ()) if fits(*arguments)), None)
 
 
 def is_eager(*but: TransformType) -> bool:
-    """True outside traces, forward-mode derivatives and function transforms. The transforms in `but` are allowed."""
+    """True outside traces, forward-mode derivatives and function transforms. The transforms in `but` do not count."""
     return not (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

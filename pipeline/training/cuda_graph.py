@@ -16,7 +16,7 @@ class GraphedStep:
     The constructor records the step, compares a replay with the step itself, and restores the model and the optimisers.
 
     Raises:
-        RuntimeError: the step cannot be recorded, or a replay gives other numbers than the step.
+        RuntimeError: the step cannot be recorded, or the results of a replay differ from those of the step.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ EVALUATION_BATCH = {"cpu": 100, "cuda": 2000}
 
 
 def configure_torch() -> None:
-    """Makes runs with one seed agree bit for bit on one machine, and puts large CPU tensors in huge pages, which saves time.
+    """Makes runs with equal seeds bitwise equal on one machine, and puts large CPU tensors in huge pages, which saves time.
 
     Call this function before any torch function, because torch reads THP_MEM_ALLOC_ENABLE when it first allocates memory.
     Set this variable to 0 to do without huge pages.
@@ -153,7 +153,7 @@ class Observer:
         """Called after a training step on `num_images` images was queued on the device."""
 
     def on_interval(self) -> None:
-        """Called before an evaluation, once the device has finished all steps."""
+        """Called before an evaluation, once the device has finished all queued steps."""
 
     def on_evaluation(self) -> None:
         """Called after a point was added to the history. At this time, a checkpoint can be written."""

@@ -30,7 +30,7 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
-FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders left by other settings are deleted
+FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders of the same run under other settings are deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")
 # Errors that reading a damaged checkpoint can raise
@@ -100,7 +100,7 @@ class Recorder(Observer):
         self.times = Times()
 
     def restore(self) -> None:
-        """Resumes the training from its checkpoint, if one exists. Raises UserError if the checkpoint is damaged."""
+        """Resumes from the run's checkpoint, if one exists. Raises UserError if the checkpoint is damaged."""
         path = self.scratch / "checkpoint.pt"
         if path.exists():
             try:
@@ -220,7 +220,7 @@ class Recorder(Observer):
         return record
 
     def clear(self) -> None:
-        """Removes the scratch folder, and old scratch folders of the same run with other settings."""
+        """Removes the scratch folder, and old scratch folders that the same run left under other settings."""
         for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
             if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +242,7 @@ def save_checkpoint(path: Path, training: Training, times: Times) -> None:
 
 
 def restore_checkpoint(path: Path, training: Training) -> Times:
-    """Restores a training from a checkpoint, and returns the saved times. Raises ValueError if the digest is wrong."""
+    """Restores `training` from a checkpoint, and returns the saved times. Raises ValueError if the digest is wrong."""
     written = path.read_bytes()
     digest, content = written[:DIGEST_BYTES], written[DIGEST_BYTES:]
     if hashlib.sha256(content).digest() != digest:

@@ -42,7 +42,7 @@ def machine(environment: dict) -> str:
 
 
 def short_name(environment: dict) -> str:
-    """Labels a machine briefly, as in the heading of a column: "EPYC, 1 thread"."""
+    """Labels a machine briefly, for the heading of a column: "EPYC, 1 thread"."""
     words = environment["device_name"].replace("(R)", "").split()
     return machine(environment | {"device_name": " ".join(word for word in words if word not in WORDLESS)})
 

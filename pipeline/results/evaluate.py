@@ -1,8 +1,8 @@
 """Measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
 Each run gets a file in paper_outputs/evaluations. Git tracks these files, so a run can be added without the weights of the
-other runs. The key `mistakes` maps the index of each misclassified test image to the predicted class. All other predictions
-are right, so the file omits them.
+other runs. The key `mistakes` maps the index of each misclassified test image to the predicted class. The file omits correct
+predictions.
 """
 
 import copy
@@ -30,7 +30,7 @@ from pipeline.training.run import Run
 BATCH_SIZE = 500
 CALIBRATION_BINS = 15
 ATTENTION_IMAGES = 128  # number of test images on which attention is measured
-TOLERANCE_IMAGES = 5  # number of predictions that rounding may change with another device or batch size
+TOLERANCE_IMAGES = 5  # number of predictions that rounding may change on another device or with another batch size
 
 
 @entry_point
@@ -124,7 +124,7 @@ def per_class_accuracy(confusion: np.ndarray) -> pd.DataFrame:
 
 @torch.no_grad()
 def layer_table(model: VisionTransformer, images: torch.Tensor) -> pd.DataFrame:
-    """Returns the `head_statistics` of all layers with orthogonal attention. The table is empty if there are none."""
+    """Returns the `head_statistics` of all layers with orthogonal attention. The table is empty if no layer has it."""
     tables = [
         head_statistics(number, attention, x)
         for number, (attention, x) in enumerate(measures.attention_inputs(model, images))

@@ -26,7 +26,7 @@ def rounding(length: int, dtype: torch.dtype) -> float:
     """Returns 32 n · eps, a tolerance for the relative error of successive matrix products of inner dimension n = `length`.
 
     The error of one product is at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and the relative error is
-    typically √n · eps. The function φ₁ takes 20 to 60 products.
+    typically √n · eps. Computing φ₁ takes 20 to 60 products.
     """
     return 32 * length * torch.finfo(dtype).eps
 
@@ -64,7 +64,7 @@ def mean_cosine(cosines: Tensor) -> Tensor:
 
 
 def matrix_with_condition(tokens: int, width: int, condition: float, *, generator: Generator) -> Tensor:
-    """Returns a random matrix with singular values spaced geometrically from 1 to 1/condition, (tokens, width ≤ tokens)."""
+    """Returns a random (tokens, width ≤ tokens) matrix with singular values spaced geometrically from 1 to 1/condition."""
     left = torch.linalg.qr(torch.randn(tokens, width, generator=generator, dtype=torch.float64)).Q
     right = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64)).Q
     exponents = torch.linspace(0, -math.log10(condition), width, dtype=torch.float64)
@@ -80,7 +80,7 @@ def scale_for_norm(query: Tensor, key: Tensor, skew_norm: float) -> Tensor:
 
 
 def random_head(d: int, num_heads: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draws W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head in float64, as in Section 4."""
+    """Draws W^Q, W^K, W^V (d, d_v) and W^O (d_v, d) of one head in float64, with Section 4's initialisation."""
     width = d // num_heads
     query_key = stiefel_uniform(d, 2 * width, generator=generator, dtype=torch.float64)
     value, out = (stiefel_uniform(d, width, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -156,7 +156,7 @@ def power_iteration(
 ) -> tuple[Tensor, Tensor]:
     """Iterates v ← JᵀJ v/‖v‖ from `start`. Returns the last J v/‖v‖ and JᵀJ v/‖v‖; their norms tend to ‖J‖₂ and ‖J‖₂².
 
-    J, the Jacobian at x, is never formed. A backward pass through the function gives Jᵀu; one through Jᵀu gives J v.
+    J, the Jacobian at x, is never formed. A backward pass through `function` gives Jᵀu, and a pass through Jᵀu gives J v.
     """
     x = x.detach().requires_grad_()
     y = function(x)

@@ -57,10 +57,10 @@ def main() -> None:
 
 
 def find_runs(params: Params) -> list[dict]:
-    """Returns the `evaluated_row` of each run of Table 2. Warns about missing runs and runs that params.yaml does not list.
+    """Returns the `evaluated_row` of each run of Table 2. Warns about missing runs and about runs not in params.yaml.
 
     Raises:
-        UserError: no run exists, or one is damaged.
+        UserError: no run exists, or a run is damaged.
     """
     runs = [evaluated_row(run) for run in of_table_2(params)]
     missing = [f"{run['variant']}/{run['seed']}" for run in runs if run["status"] == "missing"]
@@ -76,7 +76,7 @@ def find_runs(params: Params) -> list[dict]:
 
 
 def evaluated_row(run: Run) -> dict:
-    """Returns variant, seed, status (finished, diverged or missing), metrics and evaluation of a run."""
+    """Returns a run's variant, seed, status (finished, diverged or missing), and metrics and evaluation if they exist."""
     identity = {"variant": run.variant, "seed": run.seed}
     record = run.record()
     if record is None or not run.evaluated.exists():
@@ -89,7 +89,7 @@ def warn(sentence: str) -> None:
 
 
 def evaluation_table(runs: list[dict], name: str) -> pd.DataFrame:
-    """Concatenates the tables called `name` of all finished runs."""
+    """Concatenates the table called `name` from the evaluations of all finished runs."""
     parts, columns = [], RUN + MEASURED[name]
     for run in runs:
         if run["status"] == "finished" and run[name]:
@@ -112,7 +112,7 @@ def runs_table(runs: list[dict]) -> pd.DataFrame:
     """Returns a row for each run. Test results come from the evaluation; all results are NaN if a run did not finish."""
     table = pd.DataFrame(runs).reindex(columns=RUN + RUN_COLUMNS)
     table[RUN_RESULTS] = table[RUN_RESULTS].astype(float).where(table["status"] == "finished")
-    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # Int64 allows runs without a value
+    whole = dict.fromkeys(("steps", "diverged_at_step", "num_parameters"), "Int64")  # Int64 allows missing values
     return table.astype(whole)
 
 

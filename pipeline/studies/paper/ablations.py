@@ -1,8 +1,8 @@
 """Ablations: what do Table 2's accuracies depend on? PyTorch's defaults fill in what the paper's recipe leaves open.
 
 Each ablation changes one thing: the learning rate, one of four details of the recipe, the map exp, skip connections and LN
-together, or the initial α. We compare ablations with Table 2's runs or with each other. We wrote the rules and expectations
-before the first run. The page shows a claim once all runs of the claim have ended.
+together, or the initial α. We compare ablations with Table 2's runs or with each other. Before the first run, we fixed the
+claims and wrote down what we expect. The page shows a claim once all runs of the claim have ended.
 """
 
 from typing import Any
@@ -48,7 +48,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def results_of_ablations(lab: Lab) -> Results:
-    """Returns this study's runs and their baselines in Table 2. The study attention_or_initialisation needs them."""
+    """Returns this study's runs and their baselines in Table 2. The study `attention_or_initialisation` reads them."""
     settings = studies.settings("ablations")
     own = lab.of("ablations", settings.reading)
     return with_table_2(comparison.read(settings, own), own)

@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
 The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We train all four
-combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under the first reading, this study
-and the study first_reading train two cells each. Under Table 2's reading, Table 2 and the study ablations supply two each.
+combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under the first reading of the recipe,
+this study and `first_reading` train two cells each. Under Table 2's reading, Table 2 and `ablations` supply two cells each.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -38,7 +38,7 @@ def four_cells(results: Results) -> dict:
     """Compares the accuracies of the four cells.
 
     `gap` is the mean accuracy of OSA with Section 4's initialisation minus the mean accuracy of softmax with Xavier. `alone`
-    holds the share of the gap that each factor closes by itself. If their effects overlap, the shares sum to more than one.
+    holds the share of the gap that each factor closes by itself. If the effects overlap, the shares sum to more than one.
     """
     claims = read_claims(CLAIMS_FILE)
     samples = {cell: results.accuracies(cell) for cell in CELLS}

@@ -1,4 +1,4 @@
-"""How fast is OSA on several machines? The scripts in pipeline/benchmarks timed it, and this study reads the timings.
+"""How fast is OSA on several machines? The scripts in pipeline/benchmarks timed OSA, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
 Only timings of the paper's literal formulas test this, since our method "qr" never differentiates a decomposition.
@@ -37,7 +37,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the fastest softmax attention's time over OSA (exact)'s, for each number of heads and tokens and each ‖S‖₂."""
+    """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂."""
     table = files.read_csv(path)
     whole, rows = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")], []
     for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):

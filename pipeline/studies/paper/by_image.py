@@ -1,4 +1,4 @@
-"""Compares Table 2's models in mean accuracy over seeds and images, test loss, calibration and majority vote.
+"""Compares Table 2's models by mean accuracy over seeds and images, test loss, calibration, and accuracy of a majority vote.
 
 The stage `evaluate` lists the images that each run gets wrong, and the stage `tables` gathers the lists.
 """

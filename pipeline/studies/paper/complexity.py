@@ -74,7 +74,7 @@ class Settings(Section):
         return self
 
 
-def measure(settings: Settings, lab: Lab) -> Tables:  # `lab` is unused, so the stage in dvc.yaml omits lab.py
+def measure(settings: Settings, lab: Lab) -> Tables:  # `lab` is unused, so the DVC stage does not depend on lab.py
     device = provenance.default_device()
     return {"counts": count_calls(settings, device), "times": measure_times(settings, device)}
 
@@ -190,7 +190,7 @@ def apply_dense(basis: Tensor, exponential: Tensor, value: Tensor) -> Tensor:
 
 
 def softmax_dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Returns softmax(QKᵀ/√d) V, forming the N×N matrix of softmax."""
+    """Returns softmax(QKᵀ/√d) V, forming the N×N matrix of attention weights."""
     return torch.softmax(query @ key.mT / math.sqrt(query.shape[-1]), dim=-1) @ value
 
 
@@ -213,10 +213,10 @@ TOLERANCE = 0.05
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Summarises the costs of Table 1's components, and compares the whole of OSA with torch's fused softmax.
+    """Summarises the costs of Table 1's components, and compares OSA as a whole with torch's fused softmax attention.
 
-    table_1, linear     the maximum excess of a slope over the paper's exponent: for the components, and for the whole of OSA
-    formed              log–log slopes of operations over N if S is formed (Eq. 7), and if A is formed (Eq. 6)
+    table_1, linear     the maximum excess of a slope over the paper's exponent: among the components, and for OSA as a whole
+    formed              log–log slopes of operations over N: for Eq. 7 if S is formed, and for Eq. 6 if A is formed
     crossings           the N above which OSA is faster than softmax, for a forward and backward pass
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders

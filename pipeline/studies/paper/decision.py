@@ -1,7 +1,7 @@
 """Is OSA (QR) as accurate as ViT? Eleven new seeds of each model answer the question, or leave it open.
 
 Seeds 10 to 14 of Table 2 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25
-alone decide the claim, by the rule and limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
+alone decide the claim, with the rule and limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
 later seeds. The page shows no result until all runs have ended.
 """
 
@@ -24,7 +24,7 @@ FAMILY = 5  # number of primary comparisons, for Holm's correction
 
 class Settings(comparison.Settings):
     spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy over seeds 10 to 14, in points
-    differences: list[float] = Field(min_length=1)  # true differences in points, for which the power is simulated
+    differences: list[float] = Field(min_length=1)  # true differences, in points, for which we simulate the power
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def verdict(lab: Lab) -> Verdict | None:
 
 
 def judge(claim: Accuracy, results: Results) -> Verdict | None:
-    """Returns the verdict on a claim's first comparison, or None while a run is missing."""
+    """Returns the verdict on a claim's first comparison, or None if a run is missing."""
     first, second = claim.compare[0]
     if any(results.counts(name)["missing"] or not results.accuracies(name) for name in (first, second)):
         return None
@@ -57,7 +57,7 @@ def judge(claim: Accuracy, results: Results) -> Verdict | None:
 
 
 def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:
-    """Simulates how often the rule reaches a verdict.
+    """Simulates how often the rule gives each verdict.
 
     `rows` has the rates of "reproduced" and "contradicted" for each true difference in points. `together` has the rate of
     "reproduced" for two equally accurate models under Holm's correction, in two cases: if no other comparison of the family

@@ -1,7 +1,7 @@
-"""Trains Table 2's models under the first reading of the recipe: pixels in [0, 1], and Xavier for each matrix separately.
+"""Trains Table 2's models under the first reading of the recipe: pixels in [0, 1], and Xavier separately for each matrix.
 
-We knew the results before we wrote the present rule for verdicts. Other studies that follow this reading take these runs as
-their baseline. CHANGELOG names the commit that holds the weights.
+We knew the results before we wrote the present rule for verdicts. Other studies that follow this reading use these runs as
+their baseline. CHANGELOG names the commit that holds the weights of these runs.
 """
 
 from typing import Any

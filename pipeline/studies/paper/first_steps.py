@@ -1,4 +1,4 @@
-"""Compares three methods in the first training steps of OSA: Newton–Schulz with K = 6 (the paper's) or K = 10, and QR.
+"""Compares three methods in the first training steps of OSA: QR, and Newton–Schulz with the paper's K = 6 and with K = 10.
 
 All methods start from the same weights and see the same images. Section 3 prefers Newton–Schulz for its stable gradients.
 But the error of Newton–Schulz grows with ‖S‖₂, and nothing bounds ‖S‖₂ during training. We repeat each failing run in
@@ -84,7 +84,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's failing seeds, and `extremes_of` its float32 runs, separately for learning and failing runs."""
+    """Returns each model's failing seeds, and `extremes_of` its float32 runs, for learning and for failing runs."""
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
     for name, training in settings.runs.items():

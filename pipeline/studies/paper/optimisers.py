@@ -1,4 +1,4 @@
-"""Compares two models on CIFAR-10, ViT and OSA without skips and LN, each trained with the better of two optimisers.
+"""Compares ViT with OSA without skips and LN on CIFAR-10. Each model is trained with the better of two optimisers.
 
 For each model and optimiser, short runs search for the learning rate with the lowest train loss. Long runs at this rate
 follow, with other seeds. The better optimiser of a model is the one whose long runs end with the lower mean train loss. We
@@ -75,7 +75,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns a row for each model and optimiser, and the verdict, once all runs have ended."""
+    """Returns a row for each model and optimiser, and the verdict; no rows and None until all runs have ended."""
     results = Results(tables)
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}
@@ -97,7 +97,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def mean_loss(results: Results, name: str) -> float:
-    """Returns the mean of the runs' last train losses. A run that diverged counts with the loss of guessing."""
+    """Returns the mean of the runs' last train losses. A run that diverged counts as a guess."""
     losses = results.losses(name)
     return sum(losses) / len(losses)
 

@@ -2,7 +2,7 @@
 
 We declared the following before the first run. A search trains each model with Table 2's recipe at three rates with one
 seed, and holds out 5,000 training images. The best rate has the lowest loss on these images. If the highest rate is the
-best, the search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, by the
+best, the search also tries a higher rate. Five new seeds of each model at its best rate then decide the claim, with the
 limit and the test of the study `decision`.
 """
 
@@ -30,7 +30,7 @@ class Settings(Section):
     models: Annotated[list[Name], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     last_rate: PositiveFloat  # the search tries this rate if the highest of `rates` is the best
-    held_out: PositiveInt  # number of held-out training images, whose loss decides a search
+    held_out: PositiveInt  # number of held-out training images; the loss on them decides the search
     search_seed: Seed
     seeds: Seeds
     spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy, in points, as in the study `decision`
@@ -50,7 +50,7 @@ def searches(settings: Settings, model: str, lab: Lab) -> dict[float, float | No
 
 
 def search_loss(settings: Settings, model: str, rate: float, lab: Lab) -> float | None:
-    """Returns the last loss on the held-out images. A run of the search records it as test loss."""
+    """Returns the last loss on the held-out images, which a run of the search records as its test loss."""
     return comparison.last_loss(search_request(settings, model, rate), "test_loss", lab)
 
 

@@ -2,7 +2,7 @@
 
 The paper leaves some details of the recipe open. We fill in these details as common code bases do. For each model, we
 take the difference in log-odds between our mean accuracy over the runs that start to learn and the paper's accuracy. The
-distance of a configuration is the root mean square over its models. In log-odds, one point weighs more near 100 %.
+distance of a configuration is the root mean square of these differences. In log-odds, one point weighs more near 100 %.
 
 We call a configuration "the recipe" if its distance is below `LIMIT`, and if each of the paper's five accuracies lies in our
 prediction interval for one more run that starts to learn. We fixed this rule before we ran seeds 10 to 14, which test

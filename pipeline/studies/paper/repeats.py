@@ -60,13 +60,13 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def ended_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics of a run, or None if it has not ended."""
+    """Returns the record and metrics of a run, or None if the run has not ended."""
     record = run.record()
     return (record, run.metrics()) if record else None
 
 
 def committed_run(run: Run) -> EndedRun | None:
-    """Returns the record and metrics that the last commit has of a run, or None if either file is missing."""
+    """Returns a run's record and metrics as of the last commit, or None if the commit lacks either file."""
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None
@@ -103,7 +103,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the pairs of runs with the same recipe.
 
     repeated     the number of repeats on the same kind of machine, with the same version of torch
-    same_bits    how many of these repeats have the curves and weights of the first run, bit for bit
+    same_bits    how many of these repeats have the same curves and weights as the original run, bit for bit
     elsewhere    the other repeats, and whether their accuracies lie in the prediction interval for one more seed
     """
     table = tables["repeats"]

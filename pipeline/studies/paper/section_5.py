@@ -39,7 +39,7 @@ ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # limits of the axes: points, and ratios
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits: points of accuracy, and ratios of epochs
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
 FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training, for `epoch_ratios`
 
@@ -64,7 +64,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 
 
 def judge_all(results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
-    """Returns a row for each comparison of each claim: the verdict, and the paper's value if its Table 2 gives one."""
+    """Returns a row for each comparison of each claim: the verdict, and the paper's value if the paper gives one."""
     claims, declared = read_claims(CLAIMS_FILE), Declared(lab.paper.table_2, read_spreads(CLAIMS_FILE).accuracy)
     judged: dict[str, dict[str, dict]] = {}
     for name in (*ABOUT_OSA, *ABLATIONS):
@@ -80,8 +80,8 @@ def judge_all(results: Results, lab: Lab) -> dict[str, dict[str, dict]]:
 def judge_table_2(lab: Lab) -> dict[str, dict[str, dict]]:
     """Judges Table 2's runs.
 
-    Once a claim has been judged on new seeds, the new verdict replaces the verdict on Table 2's runs, and `before` has the
-    replaced verdict.
+    Once a claim has been judged on new seeds, the new verdict replaces the verdict on Table 2's runs, and `before` holds the
+    old verdict.
     """
     judged = judge_all(results_of(lab), lab)
     for name, verdict in fresh(lab).items():
@@ -107,7 +107,7 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     """Counts the verdicts on the primary comparisons. Verdicts in `fresh` replace the verdicts on Table 2's runs.
 
     adjusted   Holm's adjusted p-value of each comparison
-    together   the number of comparisons that hold at a family-wise error of 5 %
+    together   the number of comparisons that hold at a family-wise error rate of 5 %
     family_p   the maximum adjusted p-value of these comparisons; None if no comparison holds
     """
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
@@ -127,18 +127,18 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts all verdicts, the open verdicts, and the verdicts with each word."""
+    """Counts all verdicts (`total`), the open verdicts (`open`), and the verdicts that have each word of `WORDS`."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """For each of `FRACTIONS`, returns a row for the train loss that the second model reaches in this part of its training.
+    """For each of `FRACTIONS`, returns a row for the train loss that the second model reaches in that share of its training.
 
-    `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to the loss
-    divided by the second model's, estimated as in claims about speed. A loss has no row if half of the runs of either model
-    never reach it.
+    `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to reach it
+    divided by the second model's epochs, estimated as in claims about speed. A loss has no row if half of the runs of
+    either model never reach it.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
@@ -152,7 +152,7 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the second model's epoch from which the first model stays ahead: it reaches all lower losses in fewer epochs.
+    """Returns the second model's epoch from which on the first model reaches each loss in fewer epochs than the second.
 
     Returns None if the first model needs at least as many epochs to reach the lowest loss that both models reach.
     """
@@ -206,7 +206,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of two models' epochs to a train loss, against the loss. A line marks the loss in the claim's rule."""
+    """Draws the ratio of the epochs in which two models reach a loss. A vertical line marks the loss in the claim's rule."""
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

@@ -78,13 +78,13 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the inputs' dtype. The reference exp(S) is dense, in float64."""
+    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the inputs' dtype. The reference exp(S) is always float64."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 
 
 def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str) -> Tensor:
-    """Bounds the rounding in `exponential_error`: γ (1 + μ) for "qr" and γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
+    """Bounds rounding errors in `exponential_error`: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
     γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, which also bounds the error of exp(S) (Lemma C.7). The method
     "exact" computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The products with Z add one factor μ to

@@ -130,7 +130,7 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in layers as initialised and as trained."""
+    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in initialised and in trained layers."""
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
     above = express[express["error"] > express["bound_10"]]
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws two panels over K: the error for each cond(M) at the ‖S‖₂ nearest to 1, and the largest error / Eq. 10."""
+    """Draws two panels over K: the error for some cond(M) at the ‖S‖₂ nearest to 1, and the largest ratio error / bound."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -66,7 +66,7 @@ def exponential_jacobian(x: Tensor, w_query: Tensor, w_key: Tensor, scale: float
     """Returns ∂vec A/∂vec X of A = exp(S), (N², N·d), without automatic differentiation.
 
     ∂S = scale · (∂X W̃ Xᵀ + X W̃ ∂Xᵀ) with W̃ = W^Q(W^K)ᵀ − W^K(W^Q)ᵀ (Eq. 82). Let U be the matrix of
-    eigenvectors of iS, and λᵢ the eigenvalues. In this basis, the integral of Eq. 79 is an elementwise product:
+    eigenvectors of iS, and λᵢ the eigenvalues. In the basis U, the integral of Eq. 79 is an elementwise product:
     Uᴴ ∂A U = Φ ∘ (Uᴴ ∂S U) with Φ_ij = e^(−i(λᵢ+λⱼ)/2) sinc((λᵢ−λⱼ)/2).
     """
     tokens, width = x.shape

@@ -27,7 +27,7 @@ class Settings(Section):
 
 @torch.no_grad()
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the singular values of each head's W̃: Section 4's weights in float32 and float64, Xavier's in float64."""
+    """Measures the singular values of each head's W̃, for Section 4's weights (both dtypes) and Xavier weights (float64)."""
     rows = []
     for (d, heads), seed in itertools.product(SIZES, settings.seeds):
         for name, dtype in DTYPES.items():

@@ -27,11 +27,11 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-# Slopes are fitted to α up to this value. For such α, ‖S‖ < 0.05, so the term in α² is below 5 % of the term in α.
+# Slopes are fitted to α up to this value. For such α, ‖S‖ < 0.05, so the α² term of ‖J₁‖ is below 5 % of the α term.
 FIT_BELOW = 1e-3
-# The term in α² can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
+# The α² term can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
 SLOPE_TOLERANCE = 0.01
-MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for layers as initialised
+MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for initialised layers
 
 
 class Settings(Section):
@@ -39,7 +39,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures one head on Gaussian tokens for each size, seed, method and α. Also measures layers as initialised."""
+    """Measures one head on Gaussian tokens for each size, seed, method and α. Also measures initialised layers."""
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
         generator = lab.generator(seed, f"theory/alpha/{tokens}x{d}x{heads}")
@@ -83,7 +83,7 @@ def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Met
 
 
 def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -> Tensor:
-    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed. J − J₂ would be less accurate."""
+    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed. Computing J − J₂ is less accurate."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 

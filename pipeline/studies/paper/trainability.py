@@ -1,6 +1,6 @@
 """Trainability: does OSA make Transformers without skips and normalisation easier to train?
 
-We measure networks of several depths as initialised. The paper initialises the MLPs of OSA with SUO and the MLPs of the ViTs
+We measure initialised networks of several depths. The paper initialises the MLPs of OSA with SUO and the MLPs of the ViTs
 with Xavier. To separate attention from MLPs, we combine OSA (QR), OSA (NS) and softmax with SUO and with Xavier. We also
 measure ViTs with normalisation.
 """
@@ -69,7 +69,7 @@ def logits_jacobian(model: VisionTransformer, x: Tensor) -> dict[str, float]:
 
 
 def gradient_norms(model: VisionTransformer, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Returns ‖∂loss/∂θ‖₂ over the parameters of the first and of the last block."""
+    """Returns ‖∂loss/∂θ‖₂ for the parameters of the first block, and for the parameters of the last block."""
     model.zero_grad()
     F.cross_entropy(model(images), labels).backward()
     return {"first_gradient": gradient_norm(model.blocks[0]), "last_gradient": gradient_norm(model.blocks[-1])}
@@ -105,7 +105,8 @@ def frobenius_norm(function: Callable[[Tensor], Tensor], x: Tensor, *, num_sampl
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each model: geometric means over seeds.
 
-    `kappa` and `first_gradient` are given at the minimum and at the maximum depth. `attention_kept` leaves out the MLPs.
+    `kappa` and `first_gradient` are given at the minimum and at the maximum depth. `kept` and `attention_kept` are the
+    results of `kept_per_block` with and without MLPs.
     """
     networks, attentions = tables["networks"], tables["attentions"]
     depths = [int(networks["depth"].min()), int(networks["depth"].max())]

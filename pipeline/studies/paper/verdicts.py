@@ -1,9 +1,9 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-For the error rates, the true difference is a claim's limit, so every "reproduced" or "contradicted" is an error. For
-the power, the true accuracies are those in the paper's Table 2. The value of a run is normally distributed, with the spread
-that claims.yaml declares. A share of the runs does not start to learn. For the error rates, such runs occur in both models;
-for the power, they occur only in OSA (NS).
+For the error rates, the true difference of two models equals a claim's limit, so every "reproduced" or "contradicted" is an
+error. For the power, the true accuracies are the accuracies in the paper's Table 2. The value of a run is normally
+distributed, with the standard deviation that claims.yaml declares. Some runs do not start to learn: runs of both models for
+the error rates, and only runs of OSA (NS) for the power.
 """
 
 import itertools
@@ -34,16 +34,16 @@ class Settings(Section):
 
 
 def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
-    """Returns the values of n runs, from standard normal numbers (n, 2).
+    """Returns the values of n simulated runs. `normal` is (n, 2): two standard normal numbers for each run.
 
-    The first number of a run sets its value. The second number decides whether the run fails.
+    The first number sets the run's value. The second number decides whether the run fails.
     """
     value, draw = normal.T
     return np.where(draw < ndtri(failing), FAILED + SCATTER * value, mean + spread * value)
 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
-    """Judges the primary comparisons of one simulated experiment, in which every true difference is its claim's limit.
+    """Judges the primary comparisons of one simulated experiment, in which every true difference equals its limit.
 
     Returns "reproduced" if at least one comparison passes Holm's test, and "" otherwise.
     """
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced": errors if the true difference is the limit, and power if it is the paper's."""
+    """Returns rates of "reproduced": error rates if the true difference is the limit, power if it is the paper's value."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

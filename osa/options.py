@@ -333,7 +333,7 @@ MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# The initialisation of Ji et al. 2025, with LayerNorm as in their paper, and without
+# The initialisation of Ji et al. 2025. One model has LayerNorm, as in their paper, and one has none
 _JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 

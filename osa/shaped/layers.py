@@ -37,7 +37,7 @@ class SignalPreservingSelfAttention(SelfAttention):
             raise ValueError(f"the attention matrix must be (N, N), not {tuple(matrix.shape)}")
         gain = matrix.sum(-1, keepdim=True)
         dtype = dtype or torch.get_default_dtype()
-        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # finite: averaging weights turns −∞ to NaN
+        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # averages of weights turn −∞ into NaN
         self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
         self.register_buffer("bias", bias.to(device))  # (N, N)
         init_signal_preserving_attention_(self)

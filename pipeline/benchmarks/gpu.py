@@ -215,7 +215,7 @@ def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call without and with gradients, each replayed from a CUDA graph and run eagerly."""
+    """Times a call with and without gradients, and each of these both eagerly and replayed from a CUDA graph."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)

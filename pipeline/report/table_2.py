@@ -86,7 +86,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 def share_above(values: Sequence[float], level: float) -> float:
     """Returns the probability that one more value exceeds `level`, for normally distributed values. NaN for one value."""
-    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error for one more run
+    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean; the standard error is that of a prediction
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 

@@ -73,7 +73,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Returns a run's status and results. A run on other images than `config` selects counts as missing.
+    """Returns a run's status and results. A run counts as missing if its images are not those of `config`.
 
     Raises:
         UserError: the stored run has another configuration.

@@ -304,7 +304,7 @@ class Spreads(Section):
     """Standard deviations over runs, by name, declared before the runs are trained."""
 
     accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of test accuracies (percentage points)
-    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of log(epochs until a loss is reached)
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of log(epochs until the loss is reached)
 
 
 class ClaimsFile(Section):

@@ -76,7 +76,7 @@ def get(name: str) -> Study:
 
 
 def settings(name: str) -> Any:
-    """Returns a study's settings, from the params.yaml of its wing, or None if the study has no settings.
+    """Returns a study's settings, from the params.yaml in its folder, or None if the study has no settings.
 
     Raises:
         UserError: the section is missing or does not match the schema.

@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost parent folder that is not in `known` or holds a single run. If none exists, returns `path`."""
+    """Returns the topmost parent folder that holds a single run or is absent from `known`. Without one, returns `path`."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

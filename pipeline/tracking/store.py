@@ -45,7 +45,7 @@ def root() -> Path:
 def address() -> str:
     """Returns MLFLOW_TRACKING_URI if set, else the address of the SQLite database at the repository root."""
     path = root() / "mlflow.db"
-    # An SQLite address cannot escape ?, # or %. A relative path avoids a folder whose name contains such a character.
+    # ?, # and % cannot be escaped in an SQLite URL. A relative path omits parent folders, whose names may contain them.
     quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
     return os.environ.get(URI_VARIABLE) or f"sqlite:///{quoted}"
 

@@ -284,7 +284,7 @@ class Family:
         return values | deviations | {"num_seeds": len(counted)} | failed
 
     def _attach_report(self, parent: "Run") -> None:
-        """Attaches Figure 1 and the report to a parent in Table 2."""
+        """Attaches Figure 1 and the report to the parent run of a model of Table 2."""
         paths = [path for name in REPORT if (path := Path("paper_outputs", name)).exists()]
         digest = _digest([files.sha256(path) for path in paths])
         if paths and self.name.startswith(f"{TABLE_2}/") and parent.data.tags.get("report") != digest:

@@ -37,7 +37,7 @@ class Hopper:
     method: str
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns "fused" and, for few heads, also "parts": vmap may turn few heads into many, which need "fused"."""
+        """Returns "fused" and, for few heads, "parts". "fused" is always there, as vmap may turn few heads into many."""
         tensors, width = (query, key, value), query.shape[-1]
         fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)

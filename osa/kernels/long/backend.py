@@ -197,7 +197,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """Returns σ, (matrices, 2d, 1): powers of two s and 1/s that make the two columns of a pair about equally long."""
+    """Returns σ, (matrices, 2d, 1): the powers of two (s and 1/s) that make the columns of a pair about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
     least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds σ if shearing leaves nothing of a column
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)

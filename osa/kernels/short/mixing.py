@@ -126,7 +126,7 @@ def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATI
 
 @triton.jit
 def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
-    """Stores the factor T in exp(S) V = V + L T."""
+    """Computes and stores T, where exp(S) V = V + L T."""
     z, scratch = matrix(scratch, g[3], g[3])
     y, scratch = matrix(scratch, x[3], x[4])
     if METHOD == "exact":

@@ -1,4 +1,4 @@
-"""Do choices that the paper leaves open matter? We change one at a time, and compare with the runs of the first reading."""
+"""Do choices that the paper leaves open matter? We change one at a time, and compare with the study `first_reading`."""
 
 from matplotlib.figure import Figure
 

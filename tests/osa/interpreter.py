@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -70,7 +69,6 @@ def quick():
         patch.setattr(interpreter.GridExecutor, "__call__", run_from_scratch)
         patch.setattr(core, "_type_for_tuple_values", lambda values, fields=None: no_type)
         patch.setattr(interpreter, "_convert_float", convert)
-        patch.setattr(interpreter, "_get_np_dtype", functools.cache(interpreter._get_np_dtype))
         patch.setattr(interpreter, "_get_np_dtype", numpy_type)
         patch.setattr(type(builder), "create_dot", dot)
         patch.setattr(type(builder), "create_fma", fma)

@@ -1,4 +1,4 @@
-"""Initialisation of attention, MLPs and linear layers, as in Algorithm 1, Section 4, Appendix D, and in other papers."""
+"""Initialisation of attention, MLPs and linear layers: the paper's (Algorithm 1, Section 4, Appendix D) and others."""
 
 import math
 from typing import Protocol, get_args
@@ -54,7 +54,7 @@ def stiefel_uniform(n: int, m: int, *, generator: Generator | None = None, dtype
     """
     if not n >= m >= 1:
         raise ValueError(f"a Stiefel manifold V_m(R^n) needs n >= m >= 1, not n = {n}, m = {m}")
-    if torch.get_default_device().type == "meta":  # there are no values to draw, and the code below would still take long
+    if torch.get_default_device().type == "meta":  # no values to draw, and the code below would import torch's compiler
         return torch.empty(n, m, dtype=dtype)
     q, r = torch.linalg.qr(torch.randn(n, m, generator=generator, dtype=torch.float64))
     signs = torch.where(r.diagonal() < 0, -1.0, 1.0)
@@ -93,7 +93,7 @@ def init_orthogonal_attention_(
 
     Args:
         attention: `OrthogonalSelfAttention` or `SoftmaxSelfAttention`, with at least two heads.
-        alpha: α. Softmax attention ignores it.
+        alpha: initial α. Softmax attention has none.
         joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix. Each head's blocks
             remain uniform, and Σ_i W^V_i W^O_i becomes orthogonal. If attention is near the identity, each layer
             multiplies the tokens by about this sum.
@@ -126,9 +126,9 @@ def init_softmax_attention_(
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
-        alpha: α. Softmax attention ignores it.
+        alpha: initial α. Softmax attention has none.
         fused_qkv: draw the weights of query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
-        joint_value_output: draw W^V and W^O each as one orthogonal matrix instead.
+        joint_value_output: draw W^V and W^O as two orthogonal d×d matrices, not as Xavier uniform ones.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # ratio of Xavier's bounds √(6/(d + 3d)) and √(6/(d + d))
     for linear in (attention.query, attention.key, attention.value):
@@ -159,13 +159,13 @@ def init_ji_attention_(
     approximation of a Z_i + b I: if the latter has the singular value decomposition P Σ Rᵀ, then W^Q_i and W^K_i are the
     first d_v columns of P Σ^½ and R Σ^½.
 
-    The defaults are the values for ViT-B that summaries and a reproduction of Ji et al. give. We assume that U and V
+    The defaults are values for ViT-B, taken from summaries and a reproduction of Ji et al. We assume that U and V
     hold the blocks of all heads, and that each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
 
     Args:
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
         identity, noise, scale: b, a and c.
-        alpha: α. Softmax attention ignores it.
+        alpha: initial α. Softmax attention has none.
     """
     d, num_heads = attention.embed_dim, attention.num_heads
     d_v = d // num_heads
@@ -311,14 +311,14 @@ def xavier_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> 
 
 
 def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Draws weight and bias from U(−1/√in, 1/√in), PyTorch's default for `nn.Linear`, but with a generator."""
+    """Draws weight and bias from U(−1/√fan_in, 1/√fan_in), PyTorch's default for `nn.Linear`, but with a generator."""
     bound = 1 / math.sqrt(linear.in_features)
     nn.init.uniform_(linear.weight, -bound, bound, generator=generator)
     nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
 
 
 def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Draws a weight of variance 1/in from a normal distribution truncated at 2σ, Flax's default. The bias is zero."""
+    """Draws a weight of variance 1/fan_in from a normal distribution truncated at 2σ, Flax's default. The bias is zero."""
     truncated_normal_(linear.weight, 1 / (TRUNCATED_STD * math.sqrt(linear.in_features)), generator=generator)
     nn.init.zeros_(linear.bias)
 

@@ -15,7 +15,7 @@ from osa.functional import orthogonal_attention, orthogonal_attention_matrix
 from osa.masking import repeat_heads
 from osa.options import EPSILON, Method, MethodOptions, check_method, is_finite
 
-CONFIG_KEY = "orthogonal_attention"  # key of the settings in a configuration of transformers
+CONFIG_KEY = "orthogonal_attention"  # key of the settings in a configuration of Hugging Face's `transformers`
 
 
 def timm_attention(
@@ -104,9 +104,9 @@ def register_with_transformers(
     Register the attention again, with the same settings, before you load a saved model. A causal model, or training with
     attention dropout, raises ValueError at the first call.
 
-    Every transformers configuration gets an attribute `orthogonal_attention`, which is None until `set_attention` sets
-    it. `to_dict` then also writes `attn_implementation`. transformers reads this key from a file but does not write it:
-    without the key, a saved model would load with softmax.
+    Every configuration gets an attribute `orthogonal_attention`, which is None until `set_attention` sets it. From then on,
+    its `to_dict` also writes `attn_implementation`. `transformers` reads this key from a file but does not write it: without
+    the key, a saved model would load with softmax.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -140,8 +140,8 @@ def register_with_transformers(
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
     """Gives a transformers model the attention registered as `name`, and writes the settings into the model's configuration.
 
-    `attn_implementation=name` alone is not enough: the model raises ValueError at its first call, because its attention
-    would not be saved.
+    `attn_implementation=name` alone does not write the settings, so a saved model would load with softmax. Without the
+    settings, the model raises ValueError at its first call.
 
     Args:
         model: the whole model that will be saved.
@@ -203,7 +203,7 @@ def _with_attention(to_dict: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
 
 
 def _implementation(config: Any) -> str | dict[str, Any]:
-    """Returns transformers' `attn_implementation`: a name, or a dict of names by part if any part has its own settings."""
+    """Returns `attn_implementation`: a name, or a dict from submodels to names if any submodel has its own settings."""
     parts = {key: _implementation(part) for key, part in _parts(config).items() if part.orthogonal_attention is not None}
     own = config._attn_implementation
     return {"": own} | parts if parts else own
@@ -235,7 +235,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function that transformers calls. Returns the heads (B, N, h, d_v), and A (B, h, N, N) if `output_attentions`."""
+    """The registered function. Returns A V of each head (B, N, h, d_v), and A (B, h, N, N) if `output_attentions`."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")

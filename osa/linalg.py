@@ -23,9 +23,9 @@ POLAR_EXPRESS = (
 
 # Maximum spectral radius ρ for which Z need not be halved: the terms of the series stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
-_MAX_DOUBLINGS = 14  # number of doublings in `phi1_times` if ρ cannot be read
+_MAX_DOUBLINGS = 14  # number of doublings in `phi1_times` on a GPU or in a trace, where ρ is unavailable
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
-# Maximum `imbalance` of Z for which A = exp(S) is orthogonal to about 100 eps max(1, ‖S‖₂)
+# Maximum `imbalance` of Z for which A = exp(S) is orthogonal up to an error of about 100 eps max(1, ‖S‖₂)
 IMBALANCE = 128.0
 
 
@@ -33,7 +33,7 @@ def qr_basis(m: Tensor) -> Tensor:
     """Returns an orthonormal basis of M's column space, from the reduced QR decomposition (Section 3).
 
     For float32 on CUDA, `cholesky_qr_basis` replaces Householder's QR, which would process a batch one matrix at a time and
-    wait for the host.
+    synchronise with the host.
 
     Args:
         m: (..., N, 2d_v).
@@ -47,11 +47,11 @@ def qr_basis(m: Tensor) -> Tensor:
 
 
 def cholesky_qr_basis(m: Tensor) -> Tensor:
-    """Orthonormal basis from two Cholesky decompositions, B = M R⁻¹ with RᵀR = MᵀM, batched and without reading values.
+    """Orthonormal basis B = M R⁻¹ with RᵀR = MᵀM, from two Cholesky decompositions, batched and without synchronisation.
 
-    A shift keeps the first decomposition from failing. The second decomposition removes the remaining error BᵀB − I (Fukaya
-    et al. 2020). All arithmetic is float64. First, a diagonal matrix of size eps ‖M‖ is added to M, to give it full rank.
-    This costs no accuracy: Householder's Q, too, is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4).
+    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: Householder's Q, too,
+    is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4). A shift keeps the first decomposition from
+    failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). All arithmetic is float64.
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -144,13 +144,13 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     Computes a Taylor polynomial by Horner's rule in Z², with products only as wide as Y. The degree depends on the spectral
     radius ρ of Z, which is ‖S‖₂ for Z = [S] and for Z = scale · J MᵀM.
 
-    If ρ > 4, Z is halved s times, until ρ ≤ 1, and φ₁ is doubled s times: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y with
-    e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). If ρ cannot be read, s is fixed, and the result is
-    NaN where ρ may be too large for s, judged by the bound 2ρ² ≤ Σ|λ|² = −tr Z².
+    If ρ > 4, Z is halved s times, until ρ ≤ 1, and doubled again in s steps: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y
+    with e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). In plain torch on a GPU or in a trace, s is 14,
+    and the result is NaN unless the bound 2ρ² ≤ Σ|λ|² = −tr Z² guarantees ρ ≤ 49,152.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
-        y: (..., n, m), the same batch dimensions.
+        y: (..., n, m), with the batch dimensions of z.
     """
     shape, z, y = y.shape, as_batch(z), as_batch(y)
     return (kernel("phi1_times", z, y) or plain_phi1_times)(z, y).view(shape)
@@ -182,12 +182,12 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
     """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
-    Solves by LU decomposition of W = I − Z/2. On CUDA, the LU decomposition of a batch would wait for the host, so the
+    Solves by LU decomposition of W = I − Z/2. On CUDA, LU decomposition of a batch would synchronise with the host, so the
     Cholesky decomposition of WᵀW replaces it, in float64 because the condition number of WᵀW is the square of W's.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, so that W is not singular.
-        y: (..., n, m), the same batch dimensions.
+        y: (..., n, m), with the batch dimensions of z.
     """
     w = identity_like(z) - z / 2
     return solve_by_cholesky(w, y) if z.device.type == "cuda" else torch.linalg.solve_ex(w, y).result
@@ -206,7 +206,7 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
     """True if every Z = scale · J MᵀM is nearly normal (`imbalance` ≤ 128), so that φ₁(Z) is accurate.
 
     Args:
-        gram: MᵀM, (b, 2d, 2d). Its values are read. If a value has overflowed, the result is False.
+        gram: MᵀM, (b, 2d, 2d). If a value has overflowed, the result is False.
         scale: (b, 1, 1).
     """
     norm = scale.abs() * torch.linalg.vector_norm(gram, dim=(-2, -1), keepdim=True)  # ‖Z‖_F, (b, 1, 1)
@@ -215,11 +215,11 @@ def is_balanced(gram: Tensor, scale: Tensor) -> bool:
 
 @torch.no_grad()
 def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
-    """(‖Z‖_F² − Σ|λ|²) / (Σ|λ|²)^½ of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1).
+    """(‖Z‖_F² − Σ|λ|²) / c of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1), with c = (Σ|λ|²)^½ clamped to [1, 64].
 
     The numerator is the squared departure of Z from normality (Henrici 1962), and eps times the numerator is about the error
-    that φ₁(Z) causes in exp(S). The denominator is about ‖S‖₂, clamped to [1, 64]: above 64, the error for a Z that is not
-    normal grows faster than ‖S‖₂. `spectrum` is Σ|λ|², if known.
+    that φ₁(Z) causes in exp(S). Without the clamp, c would be ‖S‖_F. The limit is 64, because above 64 the error for
+    a Z that is not normal grows faster than ‖S‖_F. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -234,7 +234,7 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Returns R, upper triangular (b, 2d, 2d): M R⁻¹ has nearly orthonormal columns, or shorter ones if M is rank-deficient.
+    """Upper triangular R, (b, 2d, 2d): M R⁻¹ has nearly orthonormal columns, or some of norm below 1 if M is rank-deficient.
 
     R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram` = MᵀM.
     """
@@ -251,7 +251,7 @@ def balanced(m: Tensor) -> Tensor:
     shorter. Then one column is multiplied by s and the other by 1/s, which makes both equally long.
 
     Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that no
-    digits are lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, it keeps the type of M.
+    digits are lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, the subtraction is in M's own type.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -264,7 +264,7 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    # lower bounds on the squared lengths: if two columns are parallel, the subtraction leaves only rounding errors
+    # lower bounds on squared lengths: if two columns are parallel, subtracting the projection leaves only rounding errors
     least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
     s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the limits keep the other from overflowing float32
@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the smallest odd m for which the Taylor remainder's derivative, about ρ^{m+1}/(m + 1)!, is at most eps/4."""
+    """Returns the smallest odd m for which ρ^{m+1}/(m + 1)!, roughly the Taylor remainder's derivative, is at most eps/4."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2
@@ -324,9 +324,9 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 class _Phi1Times(torch.autograd.Function):
     """The Taylor polynomial of φ₁(Z) Y. The argument `square` is Z², and needs no gradient. `backward` accumulates in place.
 
-    Let E be the gradient of P_0 and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y, ZY and Z² are treated as separate inputs,
-    their gradients are ΣH_j, ΣH_j / (2j + 2) and ΣH_{j−1} P_jᵀ / (2j (2j + 1)). The chain rule through ZY and Z² then gives
-    the gradients of Z and Y.
+    With the partial sums P_j of `_taylor`, let E be the gradient of the result P_0, and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y,
+    ZY and Z² are treated as separate inputs, their gradients are ΣH_j, ΣH_j / (2j + 2) and ΣH_{j−1} P_jᵀ / (2j (2j + 1)).
+    The chain rule through ZY and Z² then gives the gradients of Z and Y.
     """
 
     @staticmethod

@@ -45,7 +45,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
     Args:
         query, key: (..., N, d).
         mask: boolean, False for padding, (..., 1, N), or (..., N, N) with equal rows. Under torch.compile and in function
-            transforms, where values cannot be read, unequal rows raise an error on the device.
+            transforms, the check for equal rows runs later, on the device.
 
     Raises:
         TypeError: the mask is not a tensor.
@@ -81,7 +81,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def check_condition(condition: Tensor, message: str) -> None:
-    """Raises ValueError if the scalar `condition` is false. If it cannot be read, the device raises an error later."""
+    """Raises ValueError if the scalar `condition` is false. In traces, transforms and CUDA graphs, the device checks it."""
     if not is_eager() or is_captured(condition):
         assert_later(condition, message)
     elif has_values(condition) and not condition.is_meta and not condition:

@@ -47,7 +47,7 @@ from osa.shaped.matrices import signal_preserving_attention
 from osa.vit import VisionTransformer, blocks_of
 
 Initialise = Callable[..., None]
-LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # one makes the attention of block i, one draws its weights
+LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # constructor of block i's attention, and initialiser
 Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
 
 

@@ -24,7 +24,7 @@ class SelfAttention(nn.Module):
     """Query, key, value and output projections of multi-head self-attention. Subclasses define the attention in `mix`.
 
     Head i uses rows i·d_v to (i+1)·d_v of the query, key and value weights, and columns i·d_v to (i+1)·d_v of the output
-    weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product of the concatenated heads with that weight.
+    weight. The sum of A_i X W^V_i W^O_i over heads (Eq. 4) is then one product: concatenated heads times output weight.
     """
 
     def __init__(self, embed_dim: int, num_heads: int, *, bias: bool, device: Device = None, dtype: Dtype = None) -> None:
@@ -68,7 +68,7 @@ class SelfAttention(nn.Module):
         Raises:
             TypeError: x or the mask is not a tensor.
             ValueError: x has a wrong shape, is nested or is not floating-point; key and value are given too; or the mask
-                does not fit.
+                has a wrong type, device or shape, or unequal rows.
         """
         self._check(x, num_outputs, *others)
         mask = attn_mask if attn_mask is None else _for_heads(attn_mask, x)
@@ -236,7 +236,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
     Args:
         embed_dim: d.
         num_heads: h ≥ 2.
-        batch_first: if True, tokens are (B, N, d). If False, they are (N, B, d), as `nn.MultiheadAttention` has by default.
+        batch_first: if True, tokens are (B, N, d). If False, they are (N, B, d), the default of `nn.MultiheadAttention`.
         options: options of `OrthogonalSelfAttention`. Both classes have the same state dict.
 
     Raises:
@@ -286,7 +286,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         Raises:
             TypeError: the tokens or a mask are not tensors.
             ValueError: query, key and value are different tensors, a mask has unequal rows or numbers other than 0 and −∞,
-                or the shapes do not fit.
+                or the shapes do not match.
         """
         if not (query is key is value):
             raise ValueError(

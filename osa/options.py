@@ -1,4 +1,4 @@
-"""Options of models, with their types and bounds, and the named models. Schemas read this module without importing torch."""
+"""Options of models, with their types and bounds, and the named models. This module does not import torch."""
 
 import dataclasses
 import difflib
@@ -183,7 +183,7 @@ def check_attention_options(options: dict[str, Any]) -> None:
 
 
 def _checked(name: str, value: Any, kind: Any, bounds: Mapping[str, Any]) -> Any:
-    """Returns the value of an option, with numbers as int or float. Raises ValueError if the value is impossible."""
+    """Returns the value of an option, with numbers as int or float. Raises ValueError if the value is invalid."""
     kinds = get_args(kind)
     if type(None) in kinds:
         if value is None:
@@ -281,7 +281,7 @@ def check_method(method: Method, num_iterations: int | None, epsilon: float = EP
 
 _OSA: ModelOptions = {"attention": "orthogonal", "skip": False, "norm": False, "mlp_init": "suo"}
 _VIT: ModelOptions = {"attention": "softmax", "skip": True, "norm": True, "mlp_init": "xavier"}
-# As in He et al. 2023 (H.1): tokens of mean square 1, which the MLPs preserve, and orthogonal W^V and W^O
+# As in He et al. 2023 (H.1): tokens have mean square 1, MLPs preserve this mean square, and W^V and W^O are orthogonal
 _SHAPED: ModelOptions = {
     "skip": False,
     "norm": False,
@@ -301,7 +301,7 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: the same function as osa_qr, once without a basis, and once with the gradient taken through QR
+    # Not in the paper. They compute the same as osa_qr: osa_exact without a basis, osa_qr_literal by autograd through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of the exponential
@@ -333,7 +333,7 @@ MODELS |= {
     "vit_section_4": _OSA | {"attention": "softmax", "attention_init": "section_4"},
     "osa_xavier": _OSA | {"method": "exact", "mlp_init": "xavier", "attention_init": "xavier"},
 }
-# The initialisation of Ji et al. 2025. One model has LayerNorm, as in their paper, and one has none
+# The initialisation of Ji et al. 2025: vit_noskip_ji has LayerNorm, as in their paper, and vit_noskip_ji_nonorm has none
 _JI: ModelOptions = {"attention": "softmax", "skip": False, "mlp_init": "suo", "attention_init": "ji"}
 MODELS |= {"vit_noskip_ji": _JI | {"norm": True}, "vit_noskip_ji_nonorm": _JI | {"norm": False}}
 

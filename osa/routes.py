@@ -37,7 +37,7 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # maximum ‖[S]‖_F that `_is_small` accepts
-# Maximum of scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) for using S itself. If Q and K have independent entries, it is about √(d/2)
+# S itself is used only if scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) is at most this. Independent entries give about √(d/2)
 CANCELLATION = 16.0
 # Values of eps · scale · ‖M‖_F² above which the iterations run in float64, and above which no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3
@@ -64,8 +64,8 @@ def plain_attention(
 def _qr_literal(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """exp(S) V as in Section 3, with torch's QR and matrix exponential. Autograd differentiates through both.
 
-    The derivative of QR contains R⁻¹, so the gradient is undefined if M is rank-deficient. For a single matrix, even in a
-    batch of one, `matrix_exp` has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
+    The derivative of QR contains R⁻¹, so the gradient is undefined if M is rank-deficient. If the batch has only one
+    matrix, `matrix_exp` has an error of up to 2·10⁻³ ‖[S]‖⁵ (PyTorch issue 196592).
     """
     m = torch.cat([query, key], dim=-1)  # M, (..., N, 2d)
     basis = torch.linalg.qr(m, mode="reduced").Q  # B, (..., N, r), r = min(N, 2d)
@@ -79,16 +79,16 @@ PhiTimes = Callable[[Tensor, Tensor], Tensor]
 
 
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    if query.shape[-2] <= 2 * query.shape[-1]:  # N ≤ 2d: a basis would only rotate the tokens
+    if query.shape[-2] <= 2 * query.shape[-1]:  # N ≤ 2d: B would be square, and [S] as large as S
         return value + _moved(function, _skew(query, scale * key), value)
     m = torch.cat([query, scale * key], dim=-1)  # M, (b, N, 2d), with S = M J Mᵀ and the column space of [Q, K]
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Computes A V from Gram matrices of M, or of the M T that `balanced` returns, or with a basis if M T does not suffice.
+    """Computes A V in the first way that is accurate: from MᵀM, from the Gram matrix of `balanced(m)`, or with a basis.
 
-    If N < 2d, S is smaller than a Gram matrix. S is then used instead, unless Q Kᵀ and K Qᵀ nearly cancel.
+    If N < 2d, uses S, which is smaller, unless Q Kᵀ and K Qᵀ nearly cancel. GPUs and traces use only `_by_cholesky`.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -139,12 +139,12 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type to use where digits may be lost: float64 on the CPU, where it only doubles the time, else m's."""
+    """Returns the type for steps that may lose digits: float64 on the CPU, where it only doubles the time, else m's."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
 def _nan_where(is_lost: Tensor, x: Tensor) -> Tensor:
-    """Warns where digits are lost, and multiplies x by NaN there, so that gradients are NaN too."""
+    """Warns if any entry of `is_lost` is true, and multiplies x by NaN at these entries, so that gradients are NaN too."""
     if not goes_to_onnx():
         is_lost = warn_where_lost(is_lost)
     return x * torch.where(is_lost, math.nan, 1.0).to(x.dtype)
@@ -261,13 +261,13 @@ class _ByBasis(torch.autograd.Function):
     """`_by_differentiable_basis` with a backward pass that does not differentiate B: every basis gives the same result.
 
     With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
-    let A be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B also changes B.
+    let E be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B also changes B.
     To first order, this adds to the result (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
 
-        grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + A)) C J.
+        grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + E)) C J.
 
-    These gradients contain no R⁻¹, so they also hold for a rank-deficient M. With create_graph=True, they come from
-    `_by_cholesky` in float64, which has higher derivatives.
+    No inverse of C occurs, so these gradients also hold for a rank-deficient M. With create_graph=True, they come from
+    `_by_cholesky` in float64, because that function has derivatives of every order.
     """
 
     @staticmethod
@@ -295,7 +295,7 @@ class _ByBasis(torch.autograd.Function):
             skew, w, u = (x.detach() for x in (*ctx.small, ctx.u))
             outer = torch.bmm(h, u.mT)
             bar = torch.baddbmm(outer, skew, grad_skew, alpha=-1)  # gradient of [S] with B fixed, (b, r, r)
-            inside = outer.baddbmm_(w, u_bar.mT, alpha=-1) - (bar - bar.mT)  # H Uᵀ − W Ūᵀ − A
+            inside = outer.baddbmm_(w, u_bar.mT, alpha=-1) - (bar - bar.mT)  # H Uᵀ − W Ūᵀ − E
             c_j = _times_j(coordinates)  # (b, r, 2d)
             grad_m = torch.bmm(basis, torch.bmm(inside, c_j))  # (b, N, 2d)
             grad_m.baddbmm_(v, torch.bmm(u_bar.mT, c_j)).baddbmm_(grad, torch.bmm(u.mT, c_j), alpha=-1)

@@ -1,4 +1,4 @@
-"""Helpers for torch at run time: traces and transforms, autocast and TF32, warnings from a device, a registry of kernels.
+"""Helpers for torch at run time: traces and transforms, autocast and TF32, warnings of lost digits, a registry of kernels.
 
 Only this file uses undocumented names of torch, so that a new version of torch can break no other file.
 """
@@ -56,7 +56,7 @@ def goes_to_onnx() -> bool:
 
 
 def known(size: int) -> int:
-    """Returns the size as an int. `len` makes a trace specialise on the size, so that each size gets its own trace."""
+    """Returns the size as an int. Using `len` makes a trace specialise on the size: each size gets its own trace."""
     return len(range(size))
 
 
@@ -81,7 +81,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def assert_later(condition: Tensor, message: str) -> None:
-    """Raises an error on the device if a scalar tensor is false, without waiting for the device. Traces keep the check."""
+    """Raises an error on the device if a scalar tensor is false, without synchronisation. Traced graphs keep this check."""
     torch._assert_async(condition, message)
 
 
@@ -130,7 +130,7 @@ def _ieee_products() -> Iterator[None]:
     """Switches TF32 off in both of torch's settings, the newer `fp32_precision` and the older `float32_matmul_precision`."""
     matmul = torch.backends.cuda.matmul
     before, legacy = matmul.fp32_precision, None
-    with suppress(RuntimeError):  # torch raises this if only the newer setting was changed
+    with suppress(RuntimeError):  # torch raises this if only `fp32_precision` was changed
         legacy = torch.get_float32_matmul_precision()
     if legacy is None:
         matmul.fp32_precision = "ieee"

@@ -39,7 +39,7 @@ def orthogonal_attention_varlen(
         (total, heads, d_value).
 
     Raises:
-        TypeError, ValueError: as for `orthogonal_attention`, or the offsets do not fit.
+        TypeError, ValueError: as for `orthogonal_attention`, or the offsets are invalid.
 
     Example:
         >>> packed = torch.randn(30, 4, 16)  # 10 and 20 tokens of four heads
@@ -70,7 +70,7 @@ def _padded(x: Tensor, is_token: Tensor) -> Tensor:
 
 
 def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
-    """Returns the length of each sequence, given the offsets. Raises TypeError or ValueError if the offsets do not fit."""
+    """Returns the length of each sequence, given the offsets. Raises TypeError or ValueError if the offsets are invalid."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, not {type(cu_seqlens).__name__}: torch.as_tensor makes one")
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or not len(cu_seqlens):

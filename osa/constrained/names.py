@@ -3,7 +3,7 @@
 from typing import Literal
 
 Map = Literal["givens", "exponential", "cayley", "householder"]
-HeadConstraint = Literal["value_out", "query_key", "attention"]  # the weights of each head are orthonormal
-WholeConstraint = Literal["whole_value_out", "whole_key_value"]  # whole matrices are orthonormal, as each `Map` needs
+HeadConstraint = Literal["value_out", "query_key", "attention"]  # constraints on the weights of each head
+WholeConstraint = Literal["whole_value_out", "whole_key_value"]  # constraints on whole matrices. A `Map` needs these
 Penalty = Literal["VAR-I", "VAR-II", "VAR-III", "VAR-II-separate", "heads"]
 RETRACTION = "retraction"

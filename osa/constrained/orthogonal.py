@@ -40,7 +40,7 @@ def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @_in_float32
 def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. Its range is SO(n).
+    """The product of rotations by −X_ji in the planes (i, j), i < j, ordered by i and then j. The range is SO(n).
 
     Planes with the same i + j share no index, and sorting by i + j keeps the order of any two planes that share an index.
     So 2n − 3 steps of up to n/2 simultaneous rotations give the same product, in 3n²(n − 1) operations. The backward pass
@@ -55,8 +55,8 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 class _Givens(torch.autograd.Function):
     """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` builds W by rotating the rows of Wᵀ.
 
-    Step t = i + j maps rows p = i and q = j to cos θ p − sin θ q and sin θ p + cos θ q. The step changes only rows
-    max(0, t − n + 1) to min(t, n − 1). Reversing these rows exchanges p and q in every plane.
+    For every pair i + j = t, i < j, step t replaces the rows r_i and r_j by cos θ r_i − sin θ r_j and sin θ r_i + cos θ r_j,
+    with θ = −X_ji. It changes only rows max(0, t − n + 1) to min(t, n − 1). Reversing these rows exchanges r_i and r_j.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Givens(torch.autograd.Function):
 
 @_in_float32
 def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """exp(A) = I + A φ₁(A), computed with matrix products alone. Its range is SO(n)."""
+    """exp(A) = I + A φ₁(A), computed with matrix products alone. The range is SO(n)."""
     a = _skew(x)
     base = identity_like(x).expand_as(x) if base is None else base
     return base + a @ phi1_times(a, base)
@@ -100,7 +100,7 @@ def exponential(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 @_in_float32
 def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. Its range is all rotations without the eigenvalue −1.
+    """(I − A/2)⁻¹ (I + A/2) = 2 (I − A/2)⁻¹ − I. The range is all rotations without the eigenvalue −1.
 
     Second derivatives raise an error.
     """
@@ -131,10 +131,10 @@ class _Cayley(torch.autograd.Function):
 
 @_in_float32
 def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
-    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. Its range is almost all of SO(n).
+    """−H₁ ⋯ H_n with Hᵢ = I − 2 vᵢvᵢᵀ/‖vᵢ‖² and vᵢ column i of V = I + tril(X, −1)/2. The range is almost all of SO(n).
 
-    The product of the reflections is I − V T⁻¹ Vᵀ with T = striu(VᵀV) + ½ diag(VᵀV) (Joffrain et al. 2006). Second
-    derivatives raise an error.
+    The product of the reflections is I − V T⁻¹ Vᵀ, where T is triu(VᵀV) with its diagonal halved (Joffrain et al.
+    2006). Second derivatives raise an error.
     """
     return _Householder.apply(x, identity_like(x) if base is None else base)
 
@@ -165,7 +165,7 @@ class _Householder(torch.autograd.Function):
 
 
 def _upper(gram: Tensor) -> Tensor:
-    """striu(G) + ½ diag(G)."""
+    """triu(G) with its diagonal halved."""
     upper = gram.triu()
     upper.diagonal(dim1=-2, dim2=-1).div_(2)
     return upper
@@ -247,7 +247,7 @@ def gram_error(weight: Tensor) -> float:
 
 
 def is_orthonormal(weight: Tensor) -> bool:
-    """True if the columns of W, or the rows of a wide W, are orthonormal to within `ORTHONORMAL` or the rounding error of W.
+    """True if W's columns, or a wide W's rows, are orthonormal up to `ORTHONORMAL` or rounding errors, whichever is larger.
 
     A weight with a NaN is not orthonormal. A weight on the meta device, which has no values, counts as orthonormal.
     """
@@ -271,7 +271,7 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Returns an orthonormal W, moved by a step U along a geodesic of the Stiefel manifold in the canonical metric.
+    """Returns the end of a geodesic that starts at an orthonormal W with the step U (Stiefel manifold, canonical metric).
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
     exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998). The result is orthogonal attention (Eq. 5) with
@@ -334,7 +334,7 @@ CONSTRAINTS: dict[HeadConstraint | WholeConstraint, Constraint] = {
 
 
 def constrain_(model: nn.Module, name: str, by: str) -> None:
-    """Replaces the weights that a constraint names, in every block, with the nearest orthonormal ones.
+    """Replaces the constrained weights of every block with the nearest orthonormal ones.
 
     Args:
         model: a model with `blocks`, each with an `attention`.
@@ -359,7 +359,7 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
 
 
 def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
-    """Returns, from every block, the weights that a constraint names.
+    """Returns the constrained weights of every block.
 
     Raises:
         ValueError: the constraint is unknown, or a weight is not a parameter.
@@ -375,7 +375,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps the weights that a constraint names orthonormal, whatever optimiser trains them. Call `constrain_` first.
+    """Keeps the weights of a constraint orthonormal under any optimiser. Call `constrain_` first.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -390,7 +390,7 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Returns each group's views in every block. Each call finds them anew, since the model may have changed device."""
+        """Returns one tuple per group: its `Views` in each block. Makes new views, as the model may have changed device."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

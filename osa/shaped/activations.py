@@ -103,7 +103,7 @@ def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
 
 
 def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
-    """Returns E φ φ' z and E φ'² for a = exp(log_scale), b = shift, and the c and e that give E φ = 0 and E φ² = 1."""
+    """Returns E φ φ' z and E φ'². Here a = exp(log_scale) and b = shift, and c and e are such that E φ = 0 and E φ² = 1."""
     scale = math.exp(log_scale)
     mean, variance = _gelu_moments(scale, shift)
     of_norms = _mean(lambda z: (gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)

@@ -14,7 +14,7 @@ class SignalPreservingSelfAttention(SelfAttention):
         heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
 
     D is the diagonal matrix of the row sums of A. D and log P are fixed. Where A is 0, log P is the lowest finite float.
-    Initially W^Q = 0, so that heads_i = A V_i, and W^V and W^O are orthogonal, so that the layer maps X to A X W with an
+    Initially W^Q = 0, so heads_i = A V_i. The initial W^V and W^O are orthogonal, so the layer maps X to A X W with an
     orthogonal W. The layer has no biases.
 
     Args:
@@ -37,7 +37,7 @@ class SignalPreservingSelfAttention(SelfAttention):
             raise ValueError(f"the attention matrix must be (N, N), not {tuple(matrix.shape)}")
         gain = matrix.sum(-1, keepdim=True)
         dtype = dtype or torch.get_default_dtype()
-        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # averages of weights turn −∞ into NaN
+        bias = (matrix / gain).log().to(dtype).clamp(min=torch.finfo(dtype).min)  # weight averaging would turn −∞ into NaN
         self.register_buffer("gain", gain.to(device, dtype))  # (N, 1)
         self.register_buffer("bias", bias.to(device))  # (N, N)
         init_signal_preserving_attention_(self)

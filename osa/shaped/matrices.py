@@ -18,7 +18,7 @@ from osa.shaped.schedules import (
     uniform_schedule,
 )
 
-LEAST_ENTRY = 1e-15  # smaller entries of A are raised to this number, because rounding can make entries negative
+LEAST_ENTRY = 1e-15  # lower bound on the entries of A, because rounding can make entries negative
 
 
 def attention_between(kernel: KernelKind, num_tokens: int, before: float, after: float, *, causal: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from osa.options import KernelKind
 
 KERNEL_KINDS = get_args(KernelKind)
-MAX_GAMMA = 12.0  # maximum γ: above 12, 1 − e^{−2γ} is too near 1 for accurate roots in float64
+MAX_GAMMA = 12.0  # maximum γ: above 12, 1 − e^{−2γ} is so near 1 that float64 gives an inaccurate schedule
 
 
 def eye(num_tokens: int) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 MAX_ROWS = tl.constexpr(32)  # rows of a tile, and maximum number of rows of a matrix in short/blocks.py
 BLOCK = tl.constexpr(16)
 LARGEST_NORM = tl.constexpr(16384.0)  # maximum ‖S‖₂: above it, exp(S) has no correct digit in float32
-NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # maximum c ‖M‖_F²: above it, no digit is correct in float32 (as in osa/routes.py)
+NO_DIGIT_ABOVE = tl.constexpr(2.0**20)  # maximum c ‖M‖_F²: above it, exp(S) has no correct digit (see osa/routes.py)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Launches the kernels of "exact" in bfloat16 on Hopper's tensor cores.
 
 In the kernels of fused.py, a program computes whole heads. If there are few heads, the kernels of parts.py run instead, with
-one program per part of a head. Then stepped.py computes the heads whose ‖Z‖ is too large for fused.py and parts.py.
+one program per part of a head. In both cases, stepped.py then computes the heads whose ‖Z‖ is too large for these kernels.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from osa.kernels.launch import Inputs, ratio_up
 METHODS = ("exact",)
 
 MAX_ENTRIES = 2**31  # a head must span fewer entries, because offsets within a head have 32 bits
-MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows per part and parts per head; below them, parts do not repay three extra launches
+MIN_ROWS, MIN_PARTS = 256, 4  # minimum rows per part and parts per head; with fewer, the extra launches outweigh the gain
 WARPS = {"num_warps": 4, "maxnreg": 255}
-# Launch options of fused.py. Two programs fit on a multiprocessor (sm_90 in paper_outputs/benchmarks/kernels.csv)
+# Launch options of fused.py. Two programs fit on a multiprocessor: see sm_90 in paper_outputs/benchmarks/kernels.csv
 FORWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 8, "STAGES": 2} | WARPS
 BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
 # Launch options of parts.py. STAGES, the number of loads in flight, is larger than in fused.py, because each part has a
 # multiprocessor to itself
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# Launch options of stepped.py. A program uses 110 kB of shared memory with one product per term, and 156 kB with three
+# Launch options of stepped.py. A program uses up to 115 kB of shared memory with one product per term, and 156 kB with three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
@@ -37,7 +37,7 @@ class Hopper:
     method: str
 
     def forms(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[str, ...]:
-        """Returns "fused" and, for few heads, "parts". "fused" is always there, as vmap may turn few heads into many."""
+        """Returns "fused" and, for few heads, "parts". "fused" is always included, as vmap may turn few heads into many."""
         tensors, width = (query, key, value), query.shape[-1]
         fits = width % 8 == 0 and width <= fused.D.value and query.shape[-3:].numel() < MAX_ENTRIES
         fits = fits and all(x.dtype == torch.bfloat16 and x.shape[-1] == width for x in tensors)
@@ -94,8 +94,8 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    If whole heads keep more than a quarter of the multiprocessors busy, dividing them gains little, because half of an
-    H100's multiprocessors read memory about as fast as all of them.
+    If whole heads keep more than a quarter of the multiprocessors busy, dividing them makes reading at most about twice as
+    fast, because half of an H100's multiprocessors read memory about as fast as all of them.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program
@@ -135,7 +135,7 @@ def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torc
 
 
 def _with_equal_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies the tensors if necessary, so that strides are equal, columns adjacent, and rows aligned to 16 bytes."""
+    """Copies the tensors if necessary: strides must be equal, 1 in the last dimension, and align rows to 16 bytes."""
 
     def is_aligned(x: Tensor) -> bool:
         is_near = x.shape[-2] * x.stride(-2) < MAX_ENTRIES

@@ -5,8 +5,9 @@ tokens sums G and (MᵀV)ᵀ. Then the program adds up the terms of Tᵀ until a
 in registers, so that no product waits for memory. A second loop reads the tokens again and writes the output.
 
 One bfloat16 product per term gives an error near the output's rounding error if ‖Z‖_F ≤ MAX_NORM, or if the largest row sum
-of |Z|, a close bound on ‖Z‖₂ for many independent tokens, is at most MAX_NORM / 2. Such a head has the state FUSED. Any
-other head has the state STEPS, and stepped.py computes it. Matrices of WIDTH columns are padded to D columns in registers.
+of |Z| is at most MAX_NORM / 2. For many independent tokens, this sum is a close upper bound on ‖Z‖₂. If one of these
+conditions holds and MAX_TERMS terms suffice, a head has the state FUSED. Otherwise the head has the state STEPS, and
+stepped.py computes the head. Matrices of WIDTH columns are padded to D columns in registers.
 """
 
 import triton
@@ -118,17 +119,17 @@ def products(p_q, p_k, p_e, row_stride, e_stride, tokens, WIDTH: tl.constexpr, R
 
 @triton.jit
 def p_panel(p_x):
-    """Pointers to a matrix of D rows and COLUMNS columns."""
+    """Pointers to a D × COLUMNS matrix."""
     return p_x + tl.arange(0, D)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
 @triton.jit
 def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
-    """Returns c Tᵀ, Zᵀ, the number of terms after Y, and whether these terms, with one product each, suffice.
+    """Returns c Tᵀ, Zᵀ, the number of terms after Y, and whether the head has the state FUSED.
 
-    A term changes the output by |c M Zᵏ Y / (k + 1)!| ≤ c ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code uses
-    ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. STORE assumes
-    that the head has the state FUSED.
+    A term t changes the output by at most the fraction |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code
+    uses ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. STORE
+    assumes that the head has the state FUSED.
     """
     b_gram *= c
     b_total = c * times_jt(b_vm)
@@ -180,7 +181,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Sets the state of every head, and computes the output of heads with state FUSED.
 
-    Query, key and value must have equal strides (multiples of 8) and adjacent columns.
+    Query, key and value must have equal strides: 1 in the last dimension, and multiples of 8 in the others.
     """
     i_head = tl.program_id(0)
     o_input = o_head(i_head, heads, strides)

@@ -7,7 +7,7 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-torch sums the results over a head's parts in a fixed order. A single program of `mix_kernel` would read them too slowly.
+torch sums the results over a head's parts in a fixed order, as one program of `mix_kernel` would read them all too slowly.
 """
 
 import triton
@@ -24,7 +24,7 @@ HEAD_SCRATCH = tl.constexpr(27 * 8192)  # SCRATCH entries, followed by the entri
 
 @triton.jit
 def o_gram():
-    """Offsets of a matrix of COLUMNS rows and columns."""
+    """Offsets of a COLUMNS × COLUMNS matrix."""
     return tl.arange(0, COLUMNS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 

@@ -9,9 +9,9 @@ but comes from G alone. With the balanced G and Y = c J MᵀV, the kernels take 
 steps in reverse.
 
 A first launch computes each term with one bfloat16 product. A head gets the state SPLIT_STEPS if it needs more than
-MAX_STEPS steps, if its Z is far from normal, or if its query and key nearly cancel. A second launch, with SPLIT, computes
-the heads with this state. It splits operands into a high and a low part in bfloat16, so that a term takes three products and
-keeps 16 bits. If no digit is correct, the second launch sets the state to NaN.
+MAX_STEPS steps, if its Z is far from normal, or if balancing divides ‖G‖_F by more than MAX_CANCELLATION. A second launch,
+with SPLIT, computes the heads with this state. It splits operands into a high and a low part in bfloat16, so that a term
+takes three products and keeps 16 bits. If Z is so far from normal that no digit is correct, the state becomes NaN.
 
 In names, `shear` and `sigma` are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to
 Q, K and V.
@@ -35,16 +35,16 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n: up to it, no term of a step is much larger than the first term
+RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, so that no term of a step is much larger than the first term
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: if ‖Z‖₂ exceeds 2¹⁴, no digit is correct
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number with SPLIT: enough for ‖Z‖₂ ≤ 2¹⁴, above which no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
-# Maximum of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ with one product per term. This ratio is 8 to 11 for independent tokens
+# One product per term is used only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this. This ratio is 8 to 11 for independent tokens
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# Maximum factor by which balancing may reduce ‖G‖_F if a term takes one product. Above it, Q and K cancel in the gradients
+# One product per term is used only if balancing divides ‖G‖_F by at most this. Above it, large terms cancel in the gradients
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
-MAX_IMBALANCE = tl.constexpr(2.0**10)  # if `osa.linalg.imbalance` is larger, no digit is correct even with SPLIT
+MAX_IMBALANCE = tl.constexpr(2.0**10)  # if ‖Z‖_F² / max(Σ|λ|², 1) is larger, no digit is correct even with SPLIT
 MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q‖²: rounding errors of G hide a smaller ratio
 
 # Offsets in a program's scratch, in float32 entries. Y, F and A₂ are stored as their transposes. Y has the offset 0
@@ -67,7 +67,7 @@ def scratch_size(is_split: bool, is_backward: bool) -> int:
 
 @triton.jit
 def o_panel():
-    """Offsets of a matrix of D rows and COLUMNS columns."""
+    """Offsets of a D × COLUMNS matrix."""
     return tl.arange(0, D)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
 
 
@@ -79,13 +79,13 @@ def o_swapped():
 
 @triton.jit
 def o_left():
-    """Offsets of the left half of a matrix of D rows and COLUMNS columns. The right half begins D entries later."""
+    """Offsets of the left half of a D × COLUMNS matrix. In each row, the right half begins D = COLUMNS / 2 entries later."""
     return tl.arange(0, D)[:, None] * COLUMNS + tl.arange(0, D)[None, :]
 
 
 @triton.jit
 def o_square():
-    """Offsets of a matrix of D rows and columns."""
+    """Offsets of a D × D matrix."""
     return tl.arange(0, D)[:, None] * D + tl.arange(0, D)[None, :]
 
 
@@ -180,7 +180,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether Q and K nearly cancel, and, if SPLIT, whether no digit is correct."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, and whether MAX_CANCELLATION and, if SPLIT, MAX_IMBALANCE is exceeded."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -254,8 +254,8 @@ def step_count(radius):
 def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
     """Returns the squared norm below which a term is too small to change the output.
 
-    A term changes the output by |M Zᵏ Y / (k + 1)!| ≤ ‖M‖₂ |Zᵏ Y| / (k + 1)!, and ‖V‖_F ≥ ‖Y‖_F / (c ‖M‖₂). The code uses
-    ‖G‖_F in place of ‖M‖₂².
+    A term t changes the output by at most the fraction |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / (|c| ‖M‖₂). The
+    code uses ‖G‖_F in place of ‖M‖₂². Each of the n steps has the share 1/n (`fraction`) of the tolerance.
     """
     factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     if SPLIT:
@@ -367,10 +367,9 @@ def stepped_backward_kernel(
     """Computes the gradients of heads with state STEPS or, if SPLIT, of heads with state SPLIT_STEPS or NaN.
 
     The kernel differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and
-    let a (`b_later`) be the gradient with respect to Y_{j+1}, times J. For the last step a is zero. The terms t_k of a step
-    have the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the
-    gradient a + u_0. The final a is A₂. grad G is the sum of c s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over
-    steps.
+    let a (`b_later`) be (grad Y_{j+1})ᵀ c J. For the last step a is zero. The terms t_k of a step have the gradients
+    u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the gradient a + u_0. The
+    final a is A₂ᵀ of fused.py. grad G is the sum of s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
 
     With SPLIT, the kernel stores no Y_j, but recomputes Y_j = e^{−Z/n} Y_{j+1}. Errors do not grow, because e^{Z/n}
     preserves norms if M is balanced.
@@ -484,7 +483,7 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                # The code adds the stored sums after the loop. If the loop began with them, its products would not overlap.
+                # The loop does not start from the stored sums, because no two of its products would then overlap.
                 if i_turn > 0:
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)

@@ -1,7 +1,7 @@
 """Launches the kernels for long sequences and wide heads.
 
 The forward pass reads the tokens twice, and so does the backward pass, each time in a kernel of passes.py. In between, torch
-computes the factor T in V + M T from Gram matrices (forward), or the gradients of the Gram matrices (backward).
+works on Gram matrices. In the forward pass, it computes T in V + M T from them, and in the backward pass, their gradients.
 """
 
 import math
@@ -21,7 +21,7 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrices alone
 MAX_WIDTH = 128  # maximum number of columns of query, key and value
 MIN_ROWS = 256  # minimum number of rows of a part of a sequence
-MIN_SHARE = 2.0**-46  # lower bound of each column's share of ‖q‖² + ‖k‖², the squared norm of a pair
+MIN_SHARE = 2.0**-46  # minimum of ‖q‖² and of ‖k‖² as a share of ‖q‖² + ‖k‖², for a pair of columns q and k
 MIN_SHARE_LEFT = 2.0**-5  # float32 loses over 5 bits if shearing leaves less than this share of a column's squared norm
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
 # 100 eps ‖S‖₂. With a maximum of 16, errors would grow with ‖S‖₂²
@@ -40,7 +40,7 @@ class Long:
         return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Writes the output, and saves for each matrix a row that `_matrices` can split."""
+        """Writes the output and, for each matrix, the row of `saved` that `_matrices` splits."""
         query, key, value, scale = inputs
         width, value_width = query.shape[-1], value.shape[-1]
         length = 3 * width**2 + 2 * width * value_width
@@ -124,7 +124,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns R, R⁻¹, and whether precision is lost. M R⁻¹ replaces M, and R Z R⁻¹ replaces Z = c J G.
 
     If Z is so far from normal that φ₁(Z) would be inaccurate, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly
-    skew. Otherwise R is I. The result does not depend on R, so derivatives treat R as a constant. The rounding error ΔG of G
+    skew. Otherwise R is I. T does not depend on R, so derivatives treat R as a constant. The rounding error ΔG of G
     causes an error c R J ΔG R⁻¹ in R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about
     eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii.
     """
@@ -140,7 +140,7 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return r, r_inverse, (is_far & is_lost) | (spectrum > 2 * LARGEST_NORM.value**2)
 
 
-@torch.inference_mode(False)  # with `enable_grad`, turns on autograd, which is off inside an operator
+@torch.inference_mode(False)  # these two decorators turn on autograd, which is off inside an operator
 @torch.enable_grad()
 def _mixing_gradients(
     mixing: Mixing, grad: Tensor, gram: Tensor, products: Tensor, c: Tensor, *r_and_inverse: Tensor
@@ -163,7 +163,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Tensor) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    Unless γ (`shear`) is empty, the kernel shears the columns of M, and skips matrices whose `is_lost` is 0.
+    Unless γ (`shear`) is empty, the kernel shears the columns of M, and computes only the matrices whose `is_lost` is 1.
     """
     query, key, value, _ = inputs
     is_sheared = shear.numel() > 0
@@ -182,7 +182,7 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 
 
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns γ, (matrices, 2d, 1), and whether G would be inaccurate after shearing by γ, (matrices, 1, 1).
+    """Returns γ, (matrices, 2d, 1), and a flag, (matrices, 1, 1): whether G would be inaccurate after shearing by γ.
 
     The projection of the shorter column of a pair onto the longer column is γ times the longer column. Shearing subtracts
     this projection. The longer column has γ = 0.
@@ -199,7 +199,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 def _sigma(gram: Tensor) -> Tensor:
     """Returns σ, (matrices, 2d, 1): the powers of two (s and 1/s) that make the columns of a pair about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
-    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # bounds σ if shearing leaves nothing of a column
+    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # minimum squared norm, which bounds σ if a sheared column is 0
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
     exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]

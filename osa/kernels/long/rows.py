@@ -1,7 +1,7 @@
 """Functions that load and multiply rows of the balanced M = [Q, K] of a long sequence.
 
-Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand is split into two bfloat16 parts with 16 bits in
-all. Without tensor cores, products are in full float32.
+Tensor cores multiply bfloat16 exactly and sum in float32. A float32 operand is split into two bfloat16 parts, whose
+sum has about 16 significant bits. Without tensor cores, products are in full float32.
 """
 
 import triton
@@ -56,7 +56,7 @@ def times(b_sums, q, k, saved, a, o_rows, o_columns, WIDTH: tl.constexpr, TENSOR
 
 @triton.jit
 def saved_matrices(pointer, index, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
-    """γ, σ and T of matrix number `index`, read from its saved row, in which G, X, c and R⁻¹ follow."""
+    """Returns γ, σ and T, the first three matrices in row `index` of the saved tensor."""
     LENGTH: tl.constexpr = 4 * WIDTH + 8 * WIDTH * WIDTH + 4 * WIDTH * VALUE_WIDTH + 1
     scratch = slice_of(pointer, index, (LENGTH + 15) // 16 * 16)
     gamma, scratch = matrix(scratch, 2 * WIDTH, 1)

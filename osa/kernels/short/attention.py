@@ -133,7 +133,7 @@ def _either(a, b, is_first):
 
 @triton.jit
 def _mix(t, left, v, g, scale, epsilon, scratch, METHOD: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Stores the factor T in V + L T, given G."""
+    """Computes and stores T, where exp(S) V = V + L T, given G."""
     x, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)
     mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS)
@@ -147,8 +147,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Stores exp(S) V for `count` matrices.
 
-    For "qr", the kernel stores the bases L in `basis`, for the backward pass. For "exact" with ALL_ROWS = 0, it stores c of
-    each matrix there, or NaN if the output is NaN, so that the operator can warn.
+    For "qr", the kernel stores the bases L in `basis`, for the backward pass. For "exact" with ALL_ROWS = 0, `basis` holds
+    the scale c of each matrix, or NaN if the output is NaN, so that the operator can warn.
     """
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)
@@ -191,7 +191,7 @@ def _mix_backward(
     a1, a2, a3, a4, grad_scale, left, v, e, g, scale, epsilon, scratch,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Computes X and F. From these and G, stores the gradient of c, and A₁ to A₄, which give the other gradients."""
+    """Computes X and F, and stores the gradient of c, and A₁ to A₄, which give the other gradients."""
     x, scratch = matrix(scratch, g[3], v[4])
     f, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)
@@ -207,7 +207,7 @@ def backward_kernel(
     count, heads, tokens, scratch_size, epsilon, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ALL_ROWS: tl.constexpr,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradients of query, key and value, and of each matrix's c."""
+    """Stores the gradients of query, key, value and scale."""
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)
     grad_m, free = matrix(free, tokens, 2 * WIDTH)

@@ -108,7 +108,7 @@ def _normaliser(gram, epsilon):
 def _gram_z(z, y, projector, grams, j_px, g, x, scale, epsilon, scratch, ITERATIONS):
     """Stores Z = c Π J G and Y = Π J Π X, and returns ‖M‖_F and 1 / (‖M‖_F + ε).
 
-    Z is NaN if no digit of it would be correct. The function also stores what the gradients need: J Π X, Π and, if `grams`
+    Z is NaN if no digit of Z would be correct. The function also stores what the gradients need: J Π X, Π and, if `grams`
     is given, the iterates G_0 to G_{K−1}.
     """
     norm, inverse = _normaliser(g, epsilon)
@@ -153,7 +153,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
 
     If L = M, the chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact" and
     "qr", grad c is ⟨E, (S/c) e^S V⟩; for "exact" this is ⟨F, J (X + G T)⟩. For "qr", A₁ to A₄ are as in `_ByBasis` of
-    osa/routes.py. With U = φ₁([S]) X, Ū = φ₁(−[S]) F, and A twice the skew part of the gradient of [S] for a fixed basis,
+    osa/routes.py: let U = φ₁([S]) X, Ū = φ₁(−[S]) F and A = D − Dᵀ, where D is the gradient of [S] with B held fixed. Then
 
         A₁ = −(c G J)ᵀ U,   A₂ = (c G J)ᵀ Ū,   A₃ = (F Uᵀ − X Ūᵀ − A) c G J,   A₄ = −[S] Ū.
     """
@@ -193,7 +193,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         bar, scratch = matrix(scratch, size, size)
         inside, scratch = matrix(scratch, size, size)
         multiply(inside, f, transpose(y), 1.0, None, 0.0)
-        multiply(bar, z, grad_z, -1.0, inside, 1.0)  # the gradient of [S] for a fixed B
+        multiply(bar, z, grad_z, -1.0, inside, 1.0)  # D, the gradient of [S] with B held fixed
         multiply(inside, x, transpose(grad_y), -1.0, inside, 1.0)
         add(inside, bar, -1.0)
         add(inside, transpose(bar), 1.0)
@@ -223,7 +223,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         multiply(half, projector, z, 1.0, None, 0.0)
         grad_scale += inner_product(grad_z, half)
         multiply(half, projector, grad_z, 1.0, None, 0.0)
-        apply_j(z, half, -scale)  # the gradient of G for a fixed Π
+        apply_j(z, half, -scale)  # the gradient with respect to G, with Π held fixed
         _projector_gradients(grad, grams, ITERATIONS)
         grad_square = -inverse * inverse * inverse * inner_product(grad, g) / tl.where(norm > 0, norm, 1.0)
         add(z, grad, inverse * inverse)

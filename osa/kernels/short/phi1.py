@@ -26,11 +26,11 @@ MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because
 
 @triton.jit
 def _terms(z):
-    """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings (NaN if no digit is correct).
+    """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings.
 
-    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The code adds
-    EPS ‖Z‖_F² for the rounding error of tr Z². Z is halved until ρ ≤ 3, so that terms hardly cancel. m is the smallest
-    degree with ρ^{m+1} / (m + 1)! ≤ EPS/4.
+    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The code adds EPS ‖Z‖_F² for the rounding
+    error of tr Z². Z is halved until ρ ≤ 3, so that terms hardly cancel. m is the smallest degree with
+    ρ^{m+1} / (m + 1)! ≤ EPS/4. If ρ > LARGEST_NORM, the fraction is NaN.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
     radius = tl.sqrt(square)
@@ -94,13 +94,13 @@ def phi1_times(out, z, y, scratch):
 def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
     """Stores U = φ₁(Z) Y, and the gradients of ⟨H, U⟩: φ₁(Zᵀ) H with respect to Y, and D with respect to Z.
 
-    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code processes a block of columns at a time, with one more term
-    than U alone needs. Let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
+    D = Σ_{a,b} (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 2)!. The code processes a block of columns at a time, and sums one more term
+    than U needs. Let W_k = (Y + Z W_{k+1}) / (k + 2) by Horner's rule, H_0 = H and H_k = Zᵀ H_{k−1} / (k + 1). Then
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
-    If Z was halved, let e = e^Z − I, Φ = φ₁(Z), and let L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the
-    gradient of the exponential. Each doubling of Z updates these matrices:
+    If ‖S‖₂ > RADIUS, Z is first halved several times. Let e = e^Z − I, Φ = φ₁(Z), and let
+    L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the gradient of the exponential. Each doubling of Z updates:
 
         D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e².
 
@@ -135,7 +135,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Stores the results of `phi1_gradients` for fraction · Z. `terms` holds the W_k, which can be loaded in advance."""
+    """Stores the results of `phi1_gradients` for fraction · Z. `terms` is scratch memory for the W_k."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

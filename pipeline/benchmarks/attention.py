@@ -1,10 +1,10 @@
-"""Times attention calls with growing numbers of tokens, for every method and every alternative:
+"""Measures the time of attention calls with growing numbers of tokens, for every method and every alternative:
 `python -m pipeline benchmarks.attention`.
 
 Orthogonal attention is computed with each method, with the paper's formulas as written, and with the dense `matrix_exp`. The
-alternatives are torch's softmax attention, with each backend, and two kinds of linear attention. At each size, all of these
-are timed in rounds of shuffled order, except those predicted to be too slow or too large. The results go to attention.csv
-and attention.json in paper_outputs/benchmarks/HARDWARE/.
+alternatives are torch's softmax attention, with each backend, and two kinds of linear attention. At each size, we time all
+calls except those predicted to be too slow or too large. Each round times every call once, in a new random order. The
+results go to attention.csv and attention.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from pipeline.results import measures
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST, DOUBLED_FROM = 50, 128  # numbers of tokens: the paper's N, and then 128, 256, …
 VIT_B16 = 197  # tokens of ViT-B/16 at 224×224
-WIDTHS = (16, 64)  # d_v of the paper's heads, and a common value
+WIDTHS = (16, 64)  # values of d_v: 16 in the paper's models, and 64, a common width
 SAMPLE_SECONDS = 0.02  # minimum duration of a sample; a shorter call is repeated
 MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # maximum size of an N×N matrix
 MOST_TOKENS_DENSE = 512  # for more tokens, `matrix_exp` and its gradient take seconds on the CPU
 MOST_TOKENS_ERROR = 512  # maximum number of tokens for which we form A, to measure ‖AᵀA − I‖₂
-ALLOWANCE = 1.5  # multiple of the peak that a call may reach, since the clock rate may rise after the peak was measured
+ALLOWANCE = 1.5  # a call may reach this multiple of the measured peak, since the clock rate may rise afterwards
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -136,10 +136,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[pd.DataF
 
 
 def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
-    """Returns, by name, every way to compute attention that accepts these inputs."""
+    """Returns every implementation of attention that accepts these inputs, by name."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
-    methods = [method for method in METHODS if method != "qr_literal"]  # the route "literal_qr" replaces "qr_literal"
+    methods = [method for method in METHODS if method != "qr_literal"]  # "literal_qr" below has the same formulas
     found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)

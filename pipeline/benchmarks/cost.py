@@ -74,7 +74,7 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
         LookupError: the call runs a linear-algebra or attention routine for which this file has no formula, or an operator
             of `osa` that has no plain route.
     """
-    call()  # memory that the first call allocates and keeps does not count
+    call()  # warm-up: we do not count the memory that the first call keeps
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.synchronize(device)
@@ -164,23 +164,23 @@ PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products, which the p
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }
-# The profiler sees no products inside these routines. The formulas come from Golub & Van Loan.
+# The profiler sees no matrix products inside these routines. The formulas come from Golub & Van Loan.
 ROUTINES: dict[str, Callable[[Shapes], int]] = {
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
-    "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Section 8.3)
-    # This operator calls its overload with `out`, and the profiler sees both. We skip the overload, which has three shapes.
+    "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Golub & Van Loan 8.3)
+    # The profiler sees this operator and the `out=` overload that it calls. We skip the overload, which has three shapes.
     "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),
-    "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # n³/3 (Section 3.2)
+    "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # Golub & Van Loan 3.2
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves
     "aten::linalg_qr": lambda shapes: qr(shapes[0]),
-    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # n/2 for each entry
+    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # n/2 per entry of the result
     "aten::linalg_svd": lambda shapes: svd(shapes[0]),
 }
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}"] = lambda shapes: attention_products(*shapes[:3])
     ROUTINES[f"aten::_scaled_dot_product_{_kernel}_backward"] = lambda shapes: attention_backward(*shapes[1:4])
 FORMULAS = PRODUCTS | ROUTINES
-MADE_OF_OTHERS = {  # operators that have no products, or whose products the profiler sees as separate events
+MADE_OF_OTHERS = {  # operators without matrix products, or whose products the profiler sees as separate events
     "aten::linalg_cholesky",
     "aten::linalg_matrix_exp",
     "aten::linalg_matrix_norm",

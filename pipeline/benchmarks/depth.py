@@ -1,7 +1,7 @@
 """Times a training step of each deep model: `python -m pipeline benchmarks.depth`.
 
-All models take their steps in one process, in rounds of shuffled order, from their initial weights. The results go to
-depth.csv and depth.json in paper_outputs/benchmarks/HARDWARE/.
+All models run in one process, from their initial weights. Each round times a step of every model, in a new random order.
+The results go to depth.csv and depth.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import random

@@ -76,7 +76,7 @@ ERRORS = ("output", "query", "key", "value")  # columns with the relative errors
 
 
 def forms(tiny: bool) -> Rows:
-    """Measures each form of a kernel in a separate process, several at once, since a kernel may take a minute to compile."""
+    """Measures each call in FORMS in a separate process, several at once, since a kernel may take a minute to compile."""
     chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
 
     def tried(index: int) -> list[dict]:
@@ -95,7 +95,7 @@ def forms(tiny: bool) -> Rows:
 def form(
     norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
 ) -> Rows:
-    """Measures a form of a kernel at each ‖S‖₂: the seconds of its first use, and its errors against float64 on the CPU."""
+    """Measures a call in FORMS at each ‖S‖₂: the time of its first run, and its errors against float64 on the CPU."""
     for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
@@ -131,7 +131,7 @@ def case(method: str, batch: int, heads: int, tokens: int, width: int, dtype: to
 def random_inputs(
     batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype, norm: float
 ) -> tuple[list[Tensor], float]:
-    """Returns Gaussian query, key and value, and the scale c for which the largest ‖S‖₂ of the first two heads is `norm`.
+    """Returns Gaussian query, key and value, and the scale c at which the maximum ‖S‖₂ of the first two heads is `norm`.
 
     ‖S‖₂ is the spectral radius of c J MᵀM, for M = [Q, K] and the matrix J of `linalg.apply_j`.
     """
@@ -155,7 +155,7 @@ SHAPES = (  # batch, heads, tokens: ViT-B/16, and then long sequences
 
 
 def attention_calls(tiny: bool) -> Rows:
-    """Times attention calls with heads of width 64 in bfloat16, and each of their kernel launches separately."""
+    """Measures the time of attention calls (width 64, bfloat16), and of each of their kernel launches separately."""
     for batch, heads, tokens in ((1, 1, 20),) if tiny else SHAPES:
         shape = {"batch": batch, "heads": heads, "tokens": tokens}
         for norm in TINY_NORMS if tiny else NORMS:
@@ -230,7 +230,7 @@ def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False
 
 
 def rest(whole: float, shares: list[float]) -> float | None:
-    """Returns the time between the launches of a call, or None if the launches, timed singly, take longer than the call."""
+    """Returns a call's time outside our kernels, or None if the kernels, timed separately, take longer than the call."""
     left = whole - sum(shares)
     return left if left >= 0 else None
 
@@ -376,7 +376,7 @@ def whole_training(tiny: bool) -> Rows:
 
 
 class Stopwatch:
-    """Measures the seconds of each lap. A lap ends when the device has done all its work."""
+    """Measures how many seconds each lap takes. A lap ends when the device has done all its work."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
@@ -392,7 +392,7 @@ class Stopwatch:
 
 
 def profile(tiny: bool) -> Rows:
-    """Yields the slowest kernels (on a CPU, operators) of a call with gradients, as in ViT-B/16 and for a long sequence."""
+    """Yields the slowest kernels (CPU: operators) of attention with gradients, at ViT-B/16's size and on a long sequence."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
         inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])
@@ -420,7 +420,7 @@ def profile(tiny: bool) -> Rows:
 
 
 def median_seconds(work: Callable[[], tuple], *, replayed: bool = True) -> float:
-    """Returns the seconds of `work`: the median of 3 to 20 samples on a GPU, or a single sample on a CPU."""
+    """Returns how many seconds `work` takes: the median of 3 to 20 samples on a GPU, or a single sample on a CPU."""
     clock, times, samples = runpy.run_path(str(ROOT / "pipeline/benchmarks/cost.py"))["seconds"], 1, 1
     if DEVICE.type == "cuda":
         if replayed:
@@ -451,7 +451,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="use a tiny size; on a CPU, with Triton's interpreter")
     parser.add_argument("--into", type=Path, default=ROOT / "gpu", metavar="FOLDER")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="seconds for all parts (default: %(default)s)")
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # the time at which the process of a part stops
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # the time at which a child process stops
     parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if DEVICE.type != "cuda" and not chosen.rehearse:
@@ -479,7 +479,7 @@ def main() -> None:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> None:
-    """Measures one form of a kernel, or one part of the benchmark. Runs in a child process."""
+    """Measures one call in FORMS, or one part of the benchmark. Runs in a child process."""
     if chosen.form is not None:
         norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
         for row in form(norms, *found[chosen.form]):
@@ -513,7 +513,7 @@ def run_part(name: str, folder: Path, allowed: float, tiny: bool) -> str:
         try:
             status = child.wait(allowed)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)  # also kills the processes that the part has started
+            os.killpg(child.pid, 9)  # also kills the processes that the child has started
             child.wait()
             return "out of time"
     return "done" if status == 0 else f"status {status}"

@@ -48,9 +48,9 @@ from pipeline.core.files import ROOT
 
 TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability → bytes of shared memory of a multiprocessor
-REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, for both architectures
+REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, the same for all ARCHITECTURES
 RESERVED = 1024  # bytes of shared memory that the driver adds to each program
-WIDTHS = (16, 32, 64, 128)  # d_v of the paper's heads, and common values
+WIDTHS = (16, 32, 64, 128)  # values of d_v: 16 in the paper's models, and three other common widths
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))
 METHODS = (*short.METHODS, *(f"long {method}" for method in long.METHODS), "fused exact", "parts exact", "phi1")
@@ -170,7 +170,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    # The form "fused" lists the stepped kernels, so "parts" leaves them out. A kernel that both passes launch is kept once.
+    # "fused" lists the stepped kernels already, so "parts" leaves them out. A kernel that both passes launch is listed once.
     if form == "parts":
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found

@@ -21,7 +21,7 @@ INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
 SDPA, BEST = "sdpa", "best SDPA"  # softmax attention with the backend that torch chooses, and with the fastest one
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
-# size of square matrices → number of samples. Small products are included, as they are seldom interrupted.
+# n → number of samples of an n×n product. We include small n because other processes seldom interrupt a short product.
 PEAK_SIZES = {256: 50, 512: 20, 2048: 3}
 
 
@@ -52,7 +52,7 @@ def peak(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
     TF32 is allowed, because torch's attention on CUDA may be faster than the peak of plain float32. We measure with
     the wall clock, so that the peak is an independent check of `seconds` in benchmarks/cost.py, which uses CUDA events.
     """
-    # on CUDA, several products in a row, because reading a result takes long there
+    # On CUDA we time several products in a row, because reading a result from the GPU is slow.
     best, in_a_row = 0.0, 1 if device.type == "cpu" else 30
     matmul, precision = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
     matmul.fp32_precision = "tf32"

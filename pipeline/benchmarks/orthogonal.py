@@ -1,8 +1,8 @@
-"""Times building and applying an orthogonal linear layer, against a dense one: `python -m pipeline benchmarks.orthogonal`.
+"""Measures the time of orthogonal linear layers relative to a dense layer: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
-rotations), and the steps of a blog post, in pipeline/benchmarks/post.py. At each size all layers take turns in rounds of
-shuffled order, and we divide each layer's time by the dense layer's time in the same round. The results go to
+rotations), and the steps of a blog post, in pipeline/benchmarks/post.py. At each size, every round times all layers in a
+new random order, and we divide each layer's time by the dense layer's time in the same round. The results go to
 orthogonal.csv and orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns the layers of width n, keyed by map and code.
+    """Returns the layers of width n, keyed by map and by implementation (`code`).
 
     Our layers and torch's are initialised with the same weight. Small random numbers are then added to their parameters.
     """
@@ -130,7 +130,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
     """Returns whether to time a call. The dense layer is timed at every size, because we divide the other times by its time.
 
-    `last` holds n and the seconds of the last call with the same map, code, tokens and pass.
+    For each map, implementation (`code`), number of tokens and pass, `last` holds the last call's n and its time in seconds.
     """
     name, code, n, tokens, direction = key
     if code == DENSE:

@@ -23,7 +23,7 @@ def exponential(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def cayley(x: Tensor, angles: Tensor) -> Tensor:
-    """Returns x (I − A)⁻¹ (I + A), with A as in `exponential`. Since A has no factor ½, the first-order term is 2A."""
+    """Returns x (I − A)⁻¹ (I + A), with A as in `exponential`. To first order, this is x (I + 2A)."""
     a, identity = _skew(angles, x.shape[-1]), torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return x @ torch.linalg.solve(identity - a, identity + a)
 

@@ -1,10 +1,10 @@
-"""Times a training step of each model, in our code and in a straightforward script: `python -m pipeline benchmarks.step`.
+"""Times a training step of each model, in our code and in straightforward code: `python -m pipeline benchmarks.step`.
 
-Our code is the step of `pipeline.training`. On CUDA it is timed with a CUDA graph and without one. The script trains
-the models of straightforward.py with a DataLoader over torchvision's MNIST and torch's default settings. It reads the loss
-after each step. Our code and the script take their steps in one process, in rounds of shuffled order, from the same initial
-weights and, if there are any, from the same trained weights. The rounds also time a large matrix product, which shows the
-speed of the machine. The results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
+Our code is the step of `pipeline.training`. On CUDA it is timed with a CUDA graph and without one. The straightforward code
+trains the models of straightforward.py with a DataLoader over torchvision's MNIST and torch's default settings, and reads
+the loss after each step. All steps run in one process. Our code and the straightforward code start from the same weights:
+initial weights, and also trained weights where these exist. Each round times every step in a new random order, and a large
+matrix product to show the machine's speed. The results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -38,7 +38,7 @@ SEED = 5  # git keeps the weights of this seed
 SAMPLE_SECONDS = 0.5  # minimum duration of a sample; a shorter step is repeated
 EXACT = "osa_exact"  # our model, which the paper does not have
 COMPILABLE = ("vit", EXACT)
-KEYS = ["model", "code", "weights"]  # columns that identify a row
+KEYS = ["model", "code", "weights"]  # columns that identify a row; `weights` is INITIALISED or TRAINED
 Key = tuple[str, str, str]
 PEAK: Key = "product", "", ""  # key of the matrix product
 PEAK_SIZE = 2048  # rows and columns of both matrices
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
 def prepare(
     variants: list[str], settings: Params, scratch: Path, with_compiled: bool, device: torch.device
 ) -> tuple[dict[Key, StepCall], dict[Key, float]]:
-    """Returns the steps, keyed by model, code and weights, and the seconds of each compiled model's first step."""
+    """Returns two dictionaries keyed by `KEYS`: the steps, and the seconds that each compiled model's first step takes."""
     steps: dict[Key, StepCall] = {}
     compile_seconds: dict[Key, float] = {}
     loaded: dict[str, idx.DataSet] = {}
@@ -138,7 +138,7 @@ def our_step(training: Training) -> StepCall:
 
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> StepCall:
-    """Returns a function that performs the next step of the straightforward script, from the weights of `ours`."""
+    """Returns a function that performs the next step of the straightforward PyTorch code, from the weights of `ours`."""
     from torchvision import datasets, transforms  # takes seconds to import
 
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())
@@ -193,10 +193,10 @@ def unpack(source: str, folder: Path) -> None:
 
 
 def ratios(table: pd.DataFrame, settings: Params) -> dict:
-    """Returns ratios of seconds for each kind of weights. A ratio is left out unless all its models were timed.
+    """Returns ratios of times, for initial and for trained weights. A ratio is left out unless all its models were timed.
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
-    straightforward_over_ours   time of the script, divided by the time of our code, for each model and group of models
+    straightforward_over_ours   time of straightforward code, divided by our code's time, for each model and group of models
     eager_over_ours             time of our step run eagerly, divided by its time as a CUDA graph; only where we use graphs
     """
     paper, result = list(params.load_paper().table_2), {}

@@ -2,7 +2,7 @@
 
     python -m pipeline report paper --only theorem_2_2    summarises this study again and keeps the numbers of the others
     python -m pipeline report readme                      writes the results into README.md, between the markers
-    python -m pipeline report demonstration               writes report.html and .md without studies, as in quickstart/
+    python -m pipeline report demonstration               writes report.html and .md without studies, for the quickstart
 
 templates/ holds the text. The studies supply its numbers, which are also written to paper_outputs/numbers. Pages do not
 depend on time or chance: the same files give the same bytes.
@@ -98,7 +98,7 @@ def make_page(name: str, only: str | None = None) -> None:
 def check_current(*pages: str) -> None:
     """Raises UserError if DVC considers a direct or indirect input of the pages out of date."""
     stages = [name for name in pages if name in STAGES]
-    # `dvc repro` sets DVC_STAGE once it has checked the inputs.
+    # DVC_STAGE says that DVC has already checked the inputs. `dvc repro` sets this variable.
     if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():
         return
     from dvc.repo import Repo
@@ -175,7 +175,7 @@ def summary_of_study(name: str, lab: Lab, of_page: str, commits: list[str]) -> d
 
 
 def sources_of(name: str) -> list[str]:
-    """Returns the sources of a study's figures, or [] if the study reads only Table 2's runs."""
+    """Returns the sources of a study's figures, or [] if the study has no measurements and no runs of its own."""
     one, folder, sources = studies.get(name), study.STUDIES / name, []
     if one.measure:
         record = records.read_record(folder, Record, f"python -m pipeline study {name}")

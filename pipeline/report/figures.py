@@ -72,7 +72,7 @@ def for_narrow(figure: Figure) -> Figure:
         grid = figure.add_gridspec(len(panels), 1)
         for i, axes in enumerate(panels):
             axes.set_subplotspec(grid[i])
-            axes.tick_params(labelleft=True)  # panels in a row share tick labels
+            axes.tick_params(labelleft=True)  # a shared y-axis hides the labels of all panels but the first
     figure.set_size_inches(NARROW_INCHES[0], height)
     for legend in list(figure.legends):
         handles = [each for each in legend.legend_handles if each is not None]
@@ -87,7 +87,7 @@ def svg(figure: Figure, sources: Iterable[str] = ()) -> str:
     """Returns a figure as SVG, with the sources as metadata. Equal figures give equal bytes."""
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) | {"Source": ", ".join(sources) or None}
     text = _save(figure, "svg", metadata).decode()
-    # matplotlib names clip paths and markers by digests of coordinates, whose last bits vary. Numbers replace these names.
+    # The ids of clip paths and markers are digests of coordinates, whose last bits vary. We replace these ids with numbers.
     places = {name: f"part{i}" for i, name in enumerate(dict.fromkeys(re.findall(r"\b[a-z][0-9a-f]{10}\b", text)))}
     text = re.sub(r"\b[a-z][0-9a-f]{10}\b", lambda found: places[found[0]], text)
     text = re.sub(r'(?<= d=")[^"]*', lambda found: relative(found[0]), text)
@@ -112,7 +112,7 @@ def inputs() -> str:
     for folder in ("osa", "pipeline"):
         paths += sorted([*(files.ROOT / folder).rglob("*.py"), *(files.ROOT / folder).rglob("*.yaml")])
     for folder in RESULTS:
-        paths += sorted(Path("paper_outputs", folder).rglob("*.json"))  # include digests of the tables
+        paths += sorted(Path("paper_outputs", folder).rglob("*.json"))  # these files contain digests of the tables
     versions = {name: version(name) for name in LIBRARIES}
     return files.json_digest([{str(path): files.sha256(path) for path in paths}, versions])
 
@@ -129,7 +129,7 @@ def _save(figure: Figure, kind: str, metadata: dict) -> bytes:
 
 
 def relative(path: str) -> str:
-    """Halves the text of an SVG polyline: writes relative steps, rounded to 0.1 point. Returns any other path unchanged."""
+    """Shortens an SVG path of straight lines: writes relative steps, rounded to 0.1 point. Returns other paths unchanged."""
     if not re.fullmatch(r"M( -?[\d.]+){2}(\s+L( -?[\d.]+){2})+\s*", path):
         return path
     points = [(round(10 * float(x)), round(10 * float(y))) for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path)]

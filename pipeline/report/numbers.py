@@ -37,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def scripted(text: str, up: str = "<sup>{}</sup>", down: str = "<sub>{}</sub>") -> str:
-    """Marks up superscripts with `up` and subscripts with `down`, as in d_v, ‖J‖₂, 1e-5 or e^{‖S‖₂}. `text` is escaped."""
+    """Marks up superscripts with `up`, subscripts with `down`: d_v, ‖J‖₂, 1e-5, e^{‖S‖₂}. `text` must be escaped already."""
 
     def write(found: re.Match) -> str:
         part = found.groupdict()
@@ -81,7 +81,7 @@ def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """Formats an interval: 96.1 to 97.5. A single missing end becomes infinite, since JSON cannot store infinity."""
+    """Formats an interval: 96.1 to 97.5. If only one end is missing, it is infinite: our JSON has null for ±∞."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT

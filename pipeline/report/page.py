@@ -92,7 +92,7 @@ def _markdown() -> MarkdownIt:
 
 
 def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], str]) -> tuple[str, list[tuple[str, str]]]:
-    """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to any colon).
+    """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to its first colon).
 
     A paragraph that is only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps the
     path to the line below the figure.

@@ -85,13 +85,13 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """Returns the probability that one more value exceeds `level`, for normally distributed values. NaN for one value."""
-    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean; the standard error is that of a prediction
+    """Returns the probability that one more normally distributed value exceeds `level`, or NaN if all `values` are equal."""
+    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error of a prediction
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares the paper's accuracies with ours, for the models whose `is_within` is known.
+    """Compares the paper's accuracies with ours, for models with a prediction interval and an accuracy in the paper.
 
     models   number of models
     inside   number of models whose accuracy in the paper lies inside our prediction interval
@@ -151,7 +151,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """For Table 2 and each study that trains models, returns the number of runs, total hours, and variants by machine."""
+    """For Table 2 and each study that trains, returns the number of runs, the total hours, and each machine's variants."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}

@@ -31,9 +31,9 @@ from pipeline.statistics.verdicts import (
     power_of_ranks,
 )
 
-GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss (nats) and accuracy (%) of a guess among ten classes
+GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss (nats) and accuracy (%) of uniform guessing among ten classes
 CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # kind of a contrast → weights of mean accuracies
-TRAINS = 0.5  # a run succeeds if its last train loss is below this fraction of the loss of a guess
+TRAINS = 0.5  # a run succeeds if its last train loss is below this fraction of GUESS_LOSS
 
 
 class Results:
@@ -59,12 +59,12 @@ class Results:
         return {status: int((statuses == status).sum()) for status in ("finished", "diverged", "missing")}
 
     def accuracies(self, name: str) -> list[float]:
-        """Returns the test accuracy of each run, in per cent. A diverged run counts as a guess."""
+        """Returns the test accuracy of each run, in per cent. A diverged run gets GUESS_ACCURACY."""
         runs = self.runs_of(name)
         return (100 * runs["test_accuracy"]).where(runs["status"] == "finished", GUESS_ACCURACY).astype(float).tolist()
 
     def losses(self, name: str) -> list[float]:
-        """Returns the last train loss of each run. A diverged run counts as a guess."""
+        """Returns the last train loss of each run. A diverged run gets GUESS_LOSS."""
         runs = self.runs_of(name)
         return runs["train_loss"].where(runs["status"] == "finished", GUESS_LOSS).astype(float).tolist()
 
@@ -74,7 +74,7 @@ class Results:
         return [curve for _, curve in own.groupby("seed")]
 
     def starting(self, name: str) -> list[int]:
-        """Returns the seeds of the runs that start to learn, as `starts` defines it."""
+        """Returns the seeds of the finished runs that start to learn (see `starts`)."""
         return [int(curve["seed"].iloc[0]) for curve in self.curves_of_starting(name)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:
@@ -109,7 +109,7 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 class Declared:
     """The numbers that determine a test's power: the paper's accuracies and our standard deviations, by model.
 
-    We declare the standard deviations before we train the runs.
+    We declare the standard deviations before training.
     """
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
@@ -131,7 +131,7 @@ NOTHING = Declared()
 class Claim(Section):
     """A sentence, its place in the paper, and the rule that judges the sentence.
 
-    A prediction also has `expected` and `why`, written before the runs are trained.
+    A prediction also has `expected` and `why`, written before training.
     """
 
     sentence: str
@@ -164,7 +164,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """The first model's test accuracy exceeds the second model's test accuracy minus a margin (percentage points)."""
+    """Claims that the first model's test accuracy exceeds the second model's minus a margin (percentage points)."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -179,7 +179,7 @@ class Accuracy(Comparison):
 
 
 class Within(Comparison):
-    """The two models' test accuracies differ by less than a margin (percentage points)."""
+    """Claims that the two models' test accuracies differ by less than a margin (percentage points)."""
 
     kind: Literal["within"]
     margin_points: PositiveFloat
@@ -189,7 +189,7 @@ class Within(Comparison):
 
 
 class Loss(Comparison):
-    """The first model's last train loss is below the second model's last train loss."""
+    """Claims that the first model's last train loss is below the second model's last train loss."""
 
     kind: Literal["loss"]
 
@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """The first model needs fewer than `at_most_factor` times the second model's epochs to reach a target train loss.
+    """Claims that the first model needs fewer than `at_most_factor` times the second's epochs to reach a target train loss.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.
@@ -222,7 +222,7 @@ class Speed(Comparison):
 
 
 class Contrast(Claim):
-    """A contrast of mean test accuracies is above 0.
+    """Claims that a contrast of mean test accuracies is above 0.
 
     drops   three models: accuracy falls more from the second to the third model than from the first to the second
     gap     four models: the first model is ahead of the second by more than the third model is ahead of the fourth
@@ -247,7 +247,7 @@ class Contrast(Claim):
 
 
 class Stability(Claim):
-    """More than `share` of a model's runs are stable: they finish, and their `largest_rise` is at most `at_most_rise`."""
+    """Claims that more than `share` of a model's runs are stable: finished, with `largest_rise` at most `at_most_rise`."""
 
     kind: Literal["stability"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -266,7 +266,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """The share of successful runs (see `trains`) is above `share` for each model, or below it if `side` is "below"."""
+    """Claims that each model's share of successful runs (see `trains`) is above `share`, or below if `side` is "below"."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -281,7 +281,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """In each of `columns` of watched.csv, the first model's last value is below `at_most_factor` times the second's."""
+    """Claims that in each of watched.csv's `columns`, the first model's last value is < `at_most_factor` × the second's."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -301,10 +301,10 @@ AnyClaim = Annotated[
 
 
 class Spreads(Section):
-    """Standard deviations over runs, by name, declared before the runs are trained."""
+    """Standard deviations over the runs of each model, declared before training."""
 
-    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of test accuracies (percentage points)
-    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # of log(epochs until the loss is reached)
+    accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # std of the test accuracy (percentage points)
+    log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # std of log(epochs until target loss is reached)
 
 
 class ClaimsFile(Section):
@@ -340,15 +340,15 @@ def _read(path: str | Path) -> ClaimsFile:
 
 
 def trains(loss: float) -> bool:
-    """Returns whether a run's last train loss is below half the loss of a guess."""
+    """Returns whether a run's last train loss is below `TRAINS` times `GUESS_LOSS`."""
     return loss < TRAINS * GUESS_LOSS
 
 
 def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
     """Returns whether a run starts to learn.
 
-    The train loss at the first point in the second half of training must be at least MARGIN_OF_A_START below the loss of a
-    guess.
+    The train loss at the first point in the second half of training must be at least MARGIN_OF_A_START below `guess_loss`,
+    the loss of uniform guessing.
     """
     late = curve.loc[curve["epoch"] >= curve["epoch"].max() / 2, "train_loss"]
     return len(late) > 0 and bool(late.iloc[0] <= guess_loss - MARGIN_OF_A_START)

@@ -83,7 +83,7 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
     """Estimates Σ wᵢ · mean(sampleᵢ), such as the difference of two means for the weights (1, −1).
 
     Args:
-        equal_spread: assume one spread for all samples, as for runs of one model. A sample may then have a single value.
+        equal_spread: assume that all samples have the same variance, and pool it. A sample may then have a single value.
     """
     sizes = [len(sample) for sample in samples]
     if 0 in sizes:

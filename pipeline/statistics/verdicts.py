@@ -3,8 +3,8 @@
 A claim says that a number lies above or below a limit. The tests are one-sided at the 5 % level, and exact where possible:
 
     a difference of two models      Mann–Whitney's rank test, after shifting the first model's runs by the limit. The
-                                    estimate is Hodges and Lehmann's, the median of all differences between a run of the
-                                    first and a run of the second model. The bounds are the limits where the decision changes
+                                    estimate is Hodges and Lehmann's, the median of all differences first − second. The
+                                    confidence bounds are the values of the limit at which the test's decision changes
     a ratio of two models           the same test, on logarithms
     a contrast of 3 or 4 models     Welch's t-test, because no rank test can decide with three to five runs per model
     a share of runs                 the binomial test, with Clopper and Pearson's bounds
@@ -40,11 +40,11 @@ WORDS = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TESTABLE, NOT_TRAI
 LEVEL = 0.05  # level of each one-sided test
 TWO_SIDED = 1 - 2 * LEVEL  # confidence of the two-sided interval; its ends are the one-sided bounds
 LEAST_POWER = 0.5
-MARGIN_OF_A_START = 0.1  # a run starts to learn if its train loss is at least this many nats below the loss of a guess
+MARGIN_OF_A_START = 0.1  # a run starts to learn if its train loss is at least this many nats below that of uniform guessing
 SIMULATED = 10_000  # number of simulated experiments from which a power is estimated
 TIE_DECIMALS = 9  # shifted values are rounded to this many decimals, so that 97.1 − 0.5 ties with 96.6
-ROUNDING = 1e-12  # tolerance of p ≤ LEVEL: if three runs of one model all exceed three of another, p is exactly 1/20
-_WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # words, from best to worst
+ROUNDING = 1e-12  # tolerance of p ≤ LEVEL, because p can be LEVEL exactly: 1/20 if three runs all exceed three others
+_WORST = (REPRODUCED, OPEN_SAME, OPEN_OTHER, CONTRADICTED, NOT_TRAINED)  # verdicts, from best to worst
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Verdict:
     p           one-sided p-value of the claim
     n           size of the smallest sample
     limit       limit of the claim; the margin if `side` is "within"
-    side        side of the limit on which the claim puts the number: above, below or within
+    side        side of the limit that the claim states: above, below or within
     power       the test's power at the paper's effect; NaN if unknown
     """
 
@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """How reports word the verdict on a claim that we added: confirmed, not confirmed, undecided or not trained."""
+        """The verdict as reports state it for claims that we added: confirmed, not confirmed, undecided or not trained."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
@@ -159,7 +159,7 @@ def _not_trained(limit: float, side: str) -> Verdict:
 def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
     """Returns the exact p-values for first > second ("above") and first < second ("below"). Ties share their mean rank.
 
-    If there are ties, SciPy's test would have to sample the arrangements or enumerate all of them.
+    We do not use SciPy's test: with ties, its p-values are exact only if it enumerates all permutations.
     """
     doubled = np.rint(2 * rankdata([*first, *second])).astype(int)
     ways, own = _rank_sums(tuple(doubled.tolist()), len(first)), doubled[: len(first)].sum()
@@ -177,7 +177,7 @@ def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
 
 
 def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, float]:
-    """Returns the lower bound, the median and the upper bound of the differences first − second.
+    """Returns (lower confidence bound, median, upper confidence bound) of the differences first − second.
 
     A difference ∞ − ∞ counts as −∞ in the lower bound, as 0 in the median, and as ∞ in the upper bound.
     """
@@ -196,7 +196,7 @@ def _hodges_lehmann(first: NDArray, second: NDArray) -> tuple[float, float, floa
 def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
     """Returns the largest k with P(U ≤ k − 1) ≤ level, or 0 if there is none.
 
-    U is the number of pairs in which the first run is larger, for n and m runs from the same distribution.
+    U is the number of pairs (first, second) with first > second, for samples of n and m runs from the same distribution.
     """
     ways = _rank_sums(tuple(range(1, n + m + 1)), n)[n * (n + 1) // 2 :]  # the index is U, the rank sum minus its minimum
     return int((np.cumsum(ways) / ways.sum() <= level + ROUNDING).sum())

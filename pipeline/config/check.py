@@ -1,6 +1,6 @@
 """Checks params.yaml against its schema.
 
-DVC runs this stage first. Its output never changes, so DVC then reruns only those stages that use an edited parameter.
+Other stages depend on its output, which never changes. An edit therefore reruns only stages that use the edited parameter.
 """
 
 from pipeline.config import params

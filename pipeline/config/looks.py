@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# Colour-blind readers can distinguish these colours: seven from Okabe and Ito (2008), with INK in place of their black, and
-# four from Tol (2021).
 INK, GRID, PAGE = "#1a1a1a", "#d0d0cf", "#fffffe"
+# Colour-blind readers can distinguish the colours of this palette: seven are from Okabe and Ito (2008), with INK in place of
+# black, and four from Tol (2021).
 PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7", "#882255", "#999933", "#332288", "#aa4499")
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
 # A colour in a figure → a CSS value that follows the page's light or dark scheme

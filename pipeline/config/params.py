@@ -341,9 +341,9 @@ class OpenChoice(Section):
 
     topic: str
     paper: str | None  # what the paper says about the detail
-    ours: str  # our choice
+    ours: str  # our choice for the detail
     key: str | None = None  # key in params.yaml that sets our choice
-    instead: str | None = None  # the alternative that we tried
+    instead: str | None = None  # what we tried in place of our choice
 
 
 class Paper(Section):
@@ -377,7 +377,7 @@ def load(path: str | Path = "params.yaml") -> Params:
     written = read_yaml(path)
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
-        if name not in written["variants"]:  # a DVC stage depends on the block, so the file must hold it
+        if name not in written["variants"]:  # the variant's DVC stages depend on its entry in params.yaml
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # the models that only the library defines are checked when used
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns the configuration of a run: a model of osa.MODELS, the recipe of a reading, and the images of params.yaml.
+    """Returns a run's configuration: a model of osa.MODELS, an interpretation of the paper, and the images of params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

@@ -111,7 +111,7 @@ def _key(location: tuple, raw: Any) -> str:
 
 
 def _as_number(text: str) -> str | None:
-    """Replaces non-ASCII digits, such as full-width ones, by ASCII digits. Returns None if `text` is not a number."""
+    """Replaces non-ASCII digits, such as full-width ones, with ASCII digits. Returns None if `text` is not a number."""
     plain = "".join(str(unicodedata.decimal(sign)) if sign.isdecimal() else sign for sign in text)
     try:
         value = _parsed(plain)

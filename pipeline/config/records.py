@@ -43,13 +43,13 @@ class Record(Section):
     folder: str  # path relative to paper_outputs
     files: dict[str, Digest] = Field(default_factory=dict)
     environment: Environment | None = None
-    commits: list[str | None] = Field(default_factory=list)  # of each process that worked on the results; None if unknown
+    commits: list[str | None] = Field(default_factory=list)  # commit of the code that each process ran; None if unknown
     dirty: bool | None = None  # True if any process ran with uncommitted code or parameters
     settings: dict[str, Any] | None = None  # the study's section of params.yaml
 
     @property
     def commit(self) -> str | None:
-        """The commit of the last process that worked on the results."""
+        """The commit of the code that last worked on these results."""
         return self.commits[-1] if self.commits else None
 
 
@@ -72,7 +72,7 @@ class RunRecord(Record):
     seconds: Seconds
     phases: dict[str, Seconds] = Field(default_factory=dict)  # empty if not measured
     images_per_second: Seconds | None = None
-    timestamps: list[int]  # Unix time of each point of the curves, in milliseconds
+    timestamps: list[int]  # Unix time of each row of history.csv, in milliseconds
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ def command_parser(command: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command's `main`. On a UserError, an OSError about a file or Ctrl-C, prints a line and exits with status 1."""
+    """Wraps a command's `main`. On a UserError, Ctrl-C or an OSError about a file, prints a line and exits with status 1."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs) -> None:

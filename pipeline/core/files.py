@@ -36,7 +36,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     try:
         try:
             _write(path, data)
-        except (FileNotFoundError, FileExistsError):  # another process has just removed the folder
+        except (FileNotFoundError, FileExistsError):  # another process removed the folder during `_write`
             _write(path, data)
     except OSError as error:
         raise unwritable(path, error) from None

@@ -103,7 +103,7 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
     """Decodes the images under train/ and test/, and writes their pixels to `spool`, since the pixels may not fit in memory.
 
     Returns:
-        The decoded images, and the number of images of each original size.
+        The decoded images, and the number of images of each original width.
     """
     # The pixels may take half of the free space, since the disk holds them twice: in `spool` and in the data set.
     most = min(LARGEST_DATA, shutil.disk_usage(Path()).free / 2)
@@ -163,7 +163,7 @@ def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
 
 
 def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image, int]:
-    """Returns an image as a viewer shows it, and its original size. The mode is L if all pixels are grey, else RGB.
+    """Returns an image as a viewer shows it, and its original width. The mode is L if all pixels are grey, else RGB.
 
     Raises:
         UserError: the image cannot be decoded, or `problem_of` finds a problem.

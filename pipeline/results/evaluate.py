@@ -1,8 +1,7 @@
 """Measures a model's runs from their weights: `python -m pipeline evaluate osa_qr`.
 
-Each run gets a file in paper_outputs/evaluations. Git tracks these files, so a run can be added without the weights of the
-other runs. The key `mistakes` maps the index of each misclassified test image to the predicted class. The file omits correct
-predictions.
+Each run gets its own file in paper_outputs/evaluations, so evaluating a new run requires only the weights of that run. The
+key `mistakes` maps the index of each misclassified test image to the predicted class. The file omits correct predictions.
 """
 
 import copy
@@ -100,7 +99,7 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> floa
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
-    """Raises UserError if the `measured` and the `trained` accuracy differ by more than TOLERANCE_IMAGES images."""
+    """Raises UserError if `measured` differs from the accuracy recorded in training by over TOLERANCE_IMAGES images."""
     if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
             f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "

@@ -156,7 +156,7 @@ def power_iteration(
 ) -> tuple[Tensor, Tensor]:
     """Iterates v ← JᵀJ v/‖v‖ from `start`. Returns the last J v/‖v‖ and JᵀJ v/‖v‖; their norms tend to ‖J‖₂ and ‖J‖₂².
 
-    J, the Jacobian at x, is never formed. A backward pass through `function` gives Jᵀu, and a pass through Jᵀu gives J v.
+    J, the Jacobian at x, is never formed. A backward pass gives Jᵀu. A second backward pass, through u ↦ Jᵀu, gives J v.
     """
     x = x.detach().requires_grad_()
     y = function(x)

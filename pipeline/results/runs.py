@@ -48,7 +48,7 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
     """Returns tables of named runs.
 
     runs        a row for each run, even if the run is missing
-    histories   a row for each point of the curves of the existing runs
+    histories   the rows of history.csv of the existing runs
     watched     the rows of watched.csv of the existing runs; absent if no run has the file
     """
     import pandas as pd

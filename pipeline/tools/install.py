@@ -1,7 +1,7 @@
 """Creates .venv and installs pinned requirements into it, for `make setup`.
 
-The script needs only Python, even a version too old for the rest of the code. On Linux, a machine without a GPU gets the
-CPU build of PyTorch from PyTorch's index. If the index does not answer, the machine gets the larger CUDA build from PyPI.
+The script needs no packages and runs on older Python versions than the rest of the code. On Linux, a machine without a GPU
+gets the CPU build of PyTorch from PyTorch's index, or the larger CUDA build from PyPI if the index does not answer.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def announce(venv: Path, size: str) -> None:
 def choose(venv: Path, torch: str) -> str:
     """Returns the source of PyTorch: CPU or PYPI. An installed build stays, whatever `torch` requests."""
     if sys.platform != "linux":
-        return PYPI  # the only build for other systems
+        return PYPI  # on other systems, PyPI's build has no CUDA
     if torch_build(venv):
         return torch_build(venv)
     if torch:

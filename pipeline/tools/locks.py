@@ -48,7 +48,7 @@ def dvc_processes() -> list[str]:
 
 
 def stages() -> list[str]:
-    """Describes each running pipeline command that writes results here, as in "`train osa_qr 0` (process 12)".
+    """Describes each running pipeline command that writes results in this folder, as in "`train osa_qr 0` (process 12)".
 
     Also finds a stage that has outlived its `dvc repro` and therefore holds no lock. Returns [] on systems without /proc.
     """

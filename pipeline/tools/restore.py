@@ -1,10 +1,10 @@
 """Goes back to the committed results without losing anything: `make restore`, or `python -m pipeline restore`.
 
-It restores params.yaml, every dvc.lock, and all outputs of stages and fan_out from the last commit. The present versions
-of these files, and runs that the commit lacks, move to .restored/DATE/. Code, documents and your other files stay unchanged.
+It restores params.yaml, every dvc.lock, and all outputs of DVC stages and training runs from the last commit. Your versions
+of these files, and runs that are not committed, move to .restored/DATE/. Code, documents and other files stay unchanged.
 
 First, git resets its index and writes the committed files to .restored/DATE.incoming/. From then on, files only move. If a
-step fails, all steps are undone. If restore is killed, your files are in place or in .restored/DATE/. Repeat it to finish.
+step fails, all steps are undone. If restore is killed, files are in place or in .restored/DATE/. Then run restore again.
 """
 
 import errno
@@ -25,7 +25,7 @@ from pipeline.core.errors import UserError, command_parser, entry_point
 from pipeline.tools import locks
 
 MOVED_ASIDE, INCOMING = Path(".restored"), ".incoming"
-SHOWN_PARTS = 5  # maximum number of parts in the path of a printed folder, as in paper_outputs/runs/table_2/vit/0
+SHOWN_PARTS = 5  # maximum number of parts in a printed folder path, as in paper_outputs/runs/table_2/vit/0
 RECORD_PATH = re.compile(r"paper_outputs/runs/(.*)/record\.json")
 OF_A_RUN = re.compile(  # files of runs, but not of trial runs, which git and DVC ignore
     r"paper_outputs/(runs/(?!tries/)[^/]+/[^/]+/\d+/(history\.csv|watched\.csv|metrics\.json|record\.json)"
@@ -124,7 +124,7 @@ def restore(folder: Path, affected: list[str], staged: list[str], moving: list[s
 
 
 def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
-    """Undoes `restore`: deletes the restored files in `back`, and moves the files in `moving` back from `folder`."""
+    """Undoes `restore`: deletes the restored files (`back`), and returns the moved files (`moving`) from `folder`."""
     has_moved = {path: os.path.lexists(folder / path) for path in moving}
     for path in back:
         if has_moved.get(path, True) and os.path.lexists(path):
@@ -154,7 +154,7 @@ def tell_of_interrupted() -> None:
 def refuse_hidden(outputs: list[str]) -> None:
     """Raises UserError if flags in git's index keep `changed_paths` from seeing changed outputs.
 
-    A sparse checkout sets the flag skip-worktree too, but only for absent files, which raise no error.
+    A sparse checkout sets one of these flags, skip-worktree, on absent files. Such files raise no error.
     """
     hidden: dict[str, list[str]] = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):
@@ -236,7 +236,7 @@ def new_folder() -> Path:
 
 
 def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
-    """Prints a heading and paths. The files of a run share a line, and so do the files of a folder that the commit lacks."""
+    """Prints a heading and paths. Each run is a single line, and so is each folder that is not in the commit."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
     if counts:
@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost parent folder that holds a single run or is absent from `known`. Without one, returns `path`."""
+    """Returns the topmost folder of `path` that holds a single run or is not in `known`. If none exists, returns `path`."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
@@ -256,7 +256,7 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes files to `folder` as git's index has them. Raises UserError if git omits a file."""
+    """Writes the versions of `paths` in git's index to `folder`. Raises UserError if git does not write one of them."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")

@@ -55,7 +55,7 @@ def model_digests(tree: Path) -> dict[str, str]:
 
 
 def first_losses(name: str, steps: int = STEPS) -> tuple[list[float], str]:
-    """Trains a model on the sample with seed 0. Returns the losses and the SHA-256 of the weights after `steps` steps."""
+    """Trains a model on data/sample for `steps` steps with seed 0. Returns the losses and the final weights' SHA-256."""
     config = params.resolve_recipe(params.load(), params.load_paper(), name, {"train": {"batch_size": BATCH}})
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "sample"})})
     training, losses = Training(config, 0, torch.device("cpu")), []

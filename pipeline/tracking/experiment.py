@@ -56,7 +56,7 @@ class Experiment:
 
     @cached_property
     def params(self) -> Any:
-        """The content of params.yaml, or None if the file is invalid. An unfinished edit must not stop an import."""
+        """The content of params.yaml. None if the file is invalid, since an unfinished edit must not prevent a sync."""
         with suppress(UserError):
             return params.load()
         return None
@@ -112,7 +112,7 @@ class Experiment:
             self.client.log_batch(run.info.run_id, [Metric(*value) for value in values], new, new_tags)
 
     def _log_data(self, run: "Run", source: str) -> None:
-        """Logs the name and digest of the run's data set, which MLflow shows in the column Dataset."""
+        """Logs the name and digest of the run's data set, which MLflow shows in the Dataset column."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         data = Dataset(source, run.data.tags["data_sha256"][:36], "local", source)  # MLflow limits a digest to 36 characters

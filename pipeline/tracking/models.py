@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
     """Logs a trained model in its MLflow run, and registers it. Returns the model's URI, or "" if the weights are missing.
 
-    torch.export writes the model without pickle, and MLflow can load the file without this code. The export is slow and
-    therefore comes first: an interruption then rarely leaves a model without files in MLflow.
+    torch.export writes the model without pickle, and MLflow can load the file without this code. The slow export
+    comes before the model is created in MLflow, so an interruption rarely leaves a model without files there.
 
     Raises:
         UserError: the weights do not match the record.
@@ -59,7 +59,7 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
             raise
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    # The model version stores the files' address, since MLflow would look up models:/ID in the default store.
+    # The model version stores the files' address rather than models:/ID, which MLflow would look up in the default store.
     place = logged.artifact_location
     client.create_model_version(name, place, run.info.run_id, {"seed": str(seed)}, model_id=logged.model_id)
     return f"models:/{logged.model_id}"

@@ -24,9 +24,9 @@ ENVIRONMENT = {  # defaults for MLflow's environment variables
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of environment variables to keep if the store is a database. Other ones could redirect the store or server.
+# Prefixes of environment variables to keep if the store is a database. Other variables could redirect the store or server.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
-KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # how to connect to databases and artifacts
+KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # to connect to databases and artifact stores
 ARTIFACTS = "mlartifacts"
 LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
     "experiments": ("artifact_location",),
@@ -38,7 +38,7 @@ LOCK_SECONDS = 30  # maximum wait for another process that writes
 
 
 def root() -> Path:
-    """The root of the repository, even if DVC runs a stage in a temporary copy."""
+    """The root of the original repository, even if DVC runs a stage in a temporary copy."""
     return Path(os.environ.get("DVC_ROOT") or ".").resolve()
 
 
@@ -64,7 +64,7 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """Sets ENVIRONMENT's defaults. If the store is a database, first removes MLflow's variables other than KEPT_SETTINGS."""
+    """For a database, removes MLflow's environment variables except KEPT_SETTINGS. Then sets the defaults in ENVIRONMENT."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):
@@ -80,7 +80,7 @@ def move_along(old: str) -> None:
     if database() is None or new is None or old == new or not old.endswith(f"/{ARTIFACTS}"):
         return
     if _path(old).exists() and not _path(new).exists():
-        return  # only the database was copied, so the old addresses are right
+        return  # the artifacts are still at the old address
     engine, values = sqlalchemy.create_engine(address()), {"new": new, "old": old, "inside": f"{old}/", "length": len(old)}
     with engine.begin() as connection:
         for table, columns in LOCATIONS.items():
@@ -143,7 +143,7 @@ def errors_as_user_errors() -> Iterator[None]:
 
 
 def _remedy(error: Exception, why: str) -> str:
-    """Returns a remedy that does not delete the store, which may hold other runs of the user."""
+    """Returns a remedy that does not delete the store, since the store may also hold the user's own runs."""
     is_ours = not os.environ.get(URI_VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
         return "another process writes to it, so wait for that and give the command again"

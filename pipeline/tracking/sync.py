@@ -39,7 +39,7 @@ REPORT = ("figure_1.svg", "report.html")  # artifacts of each model of Table 2
 
 
 def sync(only: Sequence[str] = (), *, with_models: bool = False, opened: tuple | None = None) -> tuple[int, int]:
-    """Imports new runs, and new points of runs in training, into MLflow.
+    """Imports new runs, and new metrics of runs in training, into MLflow.
 
     Args:
         only: prefixes of the names of the runs to import. By default, imports all runs.
@@ -132,7 +132,7 @@ class Family:
                     self.parents[configuration] = run
 
     def import_run(self, training: TrackedTraining) -> bool:
-        """Creates or updates the child for a training run. Returns True if the child is new."""
+        """Creates or updates the child run in MLflow for a training run. Returns True if the child run is new."""
         if run := self.known.get((training.name, training.started)):
             self.seen.add(run.info.run_id)
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
@@ -168,7 +168,7 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference from it, or {} if the family is not in the paper's Table 2."""
+        """Returns the paper's accuracy and the difference from it, or {} if the paper's Table 2 has no such runs."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -187,7 +187,7 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # Skips a run from which the user has deleted a tag. The next sync restores the tag.
+            # Ignores runs that lack a tag. Importing a run restores deleted tags, but only if the run's files exist.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -204,9 +204,9 @@ class Family:
             self._attach_report(parent)
 
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns the ids of the current runs: all runs in training, and the newest ended run of each seed.
+        """Returns the ids of the current runs: all runs in training and, for each seed, the newest run that has ended.
 
-        In Table 2, if some runs have the configuration in params.yaml, ended runs with another configuration do not count.
+        If some runs of a Table 2 model have the configuration in params.yaml, ended runs with another one do not count.
         """
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
@@ -219,9 +219,9 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns digests of the configuration in params.yaml, one for each data set that the runs use.
+        """Returns the `configuration` tags for the configuration in params.yaml, one for each data set that the runs use.
 
-        Returns an empty set outside Table 2, and also if all runs share a configuration or params.yaml lacks the variant.
+        Returns an empty set if the runs are not in Table 2 or share one configuration, or if params.yaml lacks the variant.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
@@ -236,12 +236,12 @@ class Family:
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
-            start = _now() if tags["study"] == TABLE_2 else start  # Table 2 comes first, as MLflow lists new runs first
+            start = _now() if tags["study"] == TABLE_2 else start  # MLflow lists new runs first, so Table 2 is on top
             self.parents[configuration] = self.experiment.create(self.name, start, shared)
         return self.parents[configuration]
 
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
-        """Updates a parent's statistics, which cover the newest ended run of each seed.
+        """Updates a parent's statistics, which cover, for each seed, the newest run that has ended.
 
         A parent has no curves, since MLflow can only append to a curve, and a new seed changes every point of a mean curve.
         """
@@ -313,7 +313,7 @@ def _checksum(training: TrackedTraining, tags: Mapping[str, str]) -> str:
 
 
 def _configuration(study: str, name: str, data_sha256: str, config: "RunConfig") -> str:
-    """Returns a digest of a configuration and its data. All children of a parent have the same digest."""
+    """Returns a digest of a configuration and its data. In MLflow, runs with the same digest share a parent run."""
     return _digest([study, name, data_sha256, config.model_dump(mode="json", exclude_defaults=True)])
 
 

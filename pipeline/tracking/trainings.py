@@ -18,9 +18,9 @@ from pipeline.core import files
 from pipeline.core.errors import UserError
 from pipeline.training.run import RUNS, SCRATCH, Run
 
-# MLflow shows metrics in this order. Its page Compare opens on the first metric of the list.
+# MLflow shows metrics in this order. Its Compare page opens on the first metric of the list.
 LOGGED_CURVES = ("test_accuracy", "test_loss", "train_accuracy", "train_loss", "epoch")
-LOST_SECONDS = 3600  # a run without a new point for this long counts as killed
+LOST_SECONDS = 3600  # a run without a new evaluation for this long counts as killed
 STATUS = {"running": "RUNNING", "finished": "FINISHED", "diverged": "FAILED"}  # status in a record → status in MLflow
 
 Value = tuple[str, float, int, int]  # key, value, milliseconds since 1970, and step of a metric
@@ -68,7 +68,7 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """The time at which the run ended or, if it is in progress, reached its latest point, in milliseconds since 1970."""
+        """The time at which the run ended or, if it is in progress, last recorded metrics, in milliseconds since 1970."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 
@@ -87,9 +87,9 @@ class TrackedTraining:
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """Returns the points of the curves, with accuracies in per cent. Omits points with an infinite or NaN loss."""
+        """Returns each evaluation's metrics, accuracies in per cent. Omits a split's metrics if its loss is not finite."""
         values = []
-        # During training, the history may have one point more than the record.
+        # During training, the history may have one more evaluation than the record.
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:
             for row, timestamp in zip(csv.DictReader(history), self.record.timestamps, strict=self.has_ended):
                 point = {key: float(row[key] or "nan") for key in LOGGED_CURVES}

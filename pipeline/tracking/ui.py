@@ -65,8 +65,8 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     print(f"{'Their curves':<16}{page}seeds&compareRunsMode=CHART", flush=True)
     seen = None
     while server is None or server.poll() is None:
-        # The state also changes every LOST_SECONDS, so that a sync notices killed runs, which add no points.
         points = [(training.path, _age(training.path)) for training in trainings.find()]
+        # The first item changes every LOST_SECONDS. The sync that follows notices killed runs, which write no new records.
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
             try:

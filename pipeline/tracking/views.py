@@ -1,4 +1,4 @@
-"""Defines the two views in MLflow's menu Views: the models of Table 2, and their seeds with curves."""
+"""Defines the two views in MLflow's Views menu: the models of Table 2, and their runs, one per seed, with curves."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Trains a model, and computes the points of the curves in Figure 1."""
+"""Trains a model, and records the curves of Figure 1."""
 
 import hashlib
 import math
@@ -138,7 +138,7 @@ def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor
 
 @dataclass
 class Progress:
-    """The progress of a training run. `history` holds the points of the curves."""
+    """The progress of a training run. `history` holds the metrics of each evaluation."""
 
     step: int = 0
     epoch: int = 0
@@ -150,13 +150,13 @@ class Observer:
     """Observes a training run without affecting its results."""
 
     def on_step(self, num_images: int) -> None:
-        """Called after a training step on `num_images` images was queued on the device."""
+        """Called once a training step, on a batch of `num_images` images, has been queued on the device."""
 
     def on_interval(self) -> None:
         """Called before an evaluation, once the device has finished all queued steps."""
 
     def on_evaluation(self) -> None:
-        """Called after a point was added to the history. At this time, a checkpoint can be written."""
+        """Called once an evaluation has been added to the history, when a checkpoint can be written."""
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
@@ -190,7 +190,7 @@ class Training:
                 f"train.warmup_steps {config.train.warmup_steps} must be less than the {self.steps} steps of the run."
             )
         has_schedule = config.train.warmup_steps > 0 or config.train.schedule != "constant"
-        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # a CUDA graph reads the factor
+        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # tensor, as CUDA graphs bake in floats
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:
@@ -201,7 +201,7 @@ class Training:
         """
         progress = self.progress
         if not progress.history:
-            few = len(self.data.test_labels)  # the first point uses as many training images as test images
+            few = len(self.data.test_labels)  # the evaluation at step 0 uses as many training images as test images
             train = evaluate_split(self.model, self.data.train_images.first(few), self.data.train_labels[:few])
             self._add_point(0.0, train)
             if progress.diverged:
@@ -230,7 +230,7 @@ class Training:
         progress.epoch += 1
 
     def _add_point(self, epoch: float, train: tuple[float, float]) -> None:
-        """Evaluates the model on the test set, and records a point. `train` is the mean training loss and accuracy."""
+        """Evaluates the model on the test set, and extends the history. `train` is the mean training loss and accuracy."""
         test = evaluate_split(self.model, self.data.test_images, self.data.test_labels)
         self.progress.history.append(dict(zip(HISTORY_COLUMNS, (self.progress.step, epoch, *train, *test), strict=True)))
         self.progress.diverged = not (math.isfinite(train[0]) and math.isfinite(test[0]))
@@ -265,7 +265,7 @@ class Training:
             print(f"warning: the step runs without a CUDA graph, and so more slowly ({reason}).", file=sys.stderr)
 
     def eager_step(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes a training step without a graph. Returns the cross-entropy and the number of correct predictions."""
+        """Takes a training step without a CUDA graph. Returns the cross-entropy and the number of correct predictions."""
         variant = self.config.variant
         if variant.penalty and variant.penalty_weight is not None:
             logits, penalty = with_penalty(self.model, images, variant.penalty)
@@ -284,9 +284,9 @@ class Training:
 
     @contextmanager
     def _scheduled(self) -> Iterator[None]:
-        """Multiplies the change that the context's body makes to each parameter by the schedule's factor.
+        """Scales each parameter update inside the `with` block by the schedule's factor.
 
-        This has the same effect as scaling the learning rate, because the updates of AdamW and Muon are proportional to it.
+        The effect is that of scaling the learning rate, because the updates of AdamW and Muon are proportional to the rate.
         The rate itself cannot be scaled: torch's Muon accepts only a float, which a CUDA graph would record as a constant.
         """
         if self.rate_factor is None:
@@ -300,7 +300,7 @@ class Training:
 
 
 class Batches:
-    """Divides an epoch into steps. `points` is the set of steps after which a point of the curves is recorded."""
+    """Divides an epoch into steps. `points` is the set of steps after which the model is evaluated."""
 
     def __init__(self, num_images: int, train: Train) -> None:
         self.num_images = num_images

@@ -45,7 +45,7 @@ def train(
     """Carries out a training run and writes its files. Resumes an interrupted run. Uses CUDA if available.
 
     Args:
-        watch: called at every point of the curves; returns rows of watched.csv.
+        watch: called after every evaluation; returns rows of watched.csv.
         eager: do not use a CUDA graph.
         seconds_before: seconds that the process has spent on imports.
 
@@ -69,15 +69,15 @@ def train(
 
 @dataclass
 class Times:
-    """The times of a run, its commits, and its rows of watched.csv. None of them affects the training."""
+    """A run's times, commits and rows of watched.csv. None of these values affects the training."""
 
     started_at: str = field(default_factory=provenance.now)
-    timestamps: list[int] = field(default_factory=list)  # time of each point of the curves, in Unix milliseconds
+    timestamps: list[int] = field(default_factory=list)  # time of each evaluation, in Unix milliseconds
     seconds: float = 0.0  # without the phase "start"
     training_seconds: float = 0.0  # without the evaluations
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # seconds per phase
     images: int = 0
-    commits: list[str | None] = field(default_factory=list)  # commit of each process that trained the run
+    commits: list[str | None] = field(default_factory=list)  # commit of the code that each process ran
     dirty: bool | None = None  # True if any process ran code with uncommitted changes
     watched: list[dict[str, float]] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def run_key(config: dict, seed: int, data_sha256: str, device: torch.device) -> 
 
 
 class Recorder(Observer):
-    """Writes the files of a run: to a scratch folder at every point of the curves, and to `Run.files` at the end."""
+    """Writes the files of a run: to a scratch folder after every evaluation, and to `Run.files` at the end."""
 
     def __init__(self, run: Run, training: Training, watch: Watch | None = None) -> None:
         self.run, self.training, self.watch = run, training, watch
@@ -161,7 +161,7 @@ class Recorder(Observer):
         self.times.seconds = self._before + time.perf_counter() - self._start
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json. It holds the last point of the curves, not the best one."""
+        """Returns the content of metrics.json. It holds the metrics of the last evaluation, not the best one."""
         progress = self.training.progress
         last = {key: value for key, value in progress.history[-1].items() if key not in ("step", "epoch")}
         return last | {
@@ -256,7 +256,7 @@ def restore_checkpoint(path: Path, training: Training) -> Times:
 
 
 def history_csv(history: list[dict[str, float]]) -> str:
-    """Returns the points of the curves as CSV. A number that is not finite becomes an empty field."""
+    """Returns the history as CSV. A number that is not finite becomes an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HISTORY_COLUMNS)

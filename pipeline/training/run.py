@@ -34,7 +34,7 @@ CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
 # Older values of osa.NUMERICS whose runs remain valid. The change from 1 to 2 affected only the last digits of "exact", and
-# the results of "newton_schulz" at norms of query and key that only a failing initialisation reaches.
+# the results of "newton_schulz" at very large norms of query and key, which occur only if a run's initialisation fails.
 EARLIER_NUMERICS = (1,)
 
 
@@ -139,11 +139,11 @@ class Run:
         return record is not None and matches(record, config)
 
     def metrics(self) -> dict:
-        """Returns the content of metrics.json, such as the last point of the curves and whether the run diverged."""
+        """Returns the content of metrics.json, such as the final test accuracy and whether the run diverged."""
         return files.read_json(self.files["metrics"])
 
     def history(self) -> pd.DataFrame:
-        """Returns the points of the curves. An accuracy becomes NaN where the loss of the same split is not finite."""
+        """Returns the content of history.csv. An accuracy becomes NaN where the loss of the same split is not finite."""
         table = files.read_csv(self.files["history"])
         for split in ("train", "test"):
             table[f"{split}_accuracy"] = table[f"{split}_accuracy"].where(table[f"{split}_loss"].notna())
@@ -168,5 +168,5 @@ class Run:
 
 
 def matches(record: RunRecord, config: RunConfig) -> bool:
-    """Returns whether a record has this configuration, and a value of `osa.NUMERICS` that is still valid."""
+    """True if a record has this configuration, and if its value of `osa.NUMERICS` is still valid."""
     return record.config == config and record.numerics in (*EARLIER_NUMERICS, NUMERICS)

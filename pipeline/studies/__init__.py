@@ -79,7 +79,7 @@ def settings(name: str) -> Any:
     """Returns a study's settings, from the params.yaml in its folder, or None if the study has no settings.
 
     Raises:
-        UserError: the section is missing or does not match the schema.
+        UserError: params.yaml has no section for the study, or the section does not match the schema.
     """
     schema = get(name).settings
     if schema is None:

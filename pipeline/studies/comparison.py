@@ -32,7 +32,7 @@ class ListedRuns(Section):
 
 
 class Settings(Section):
-    reading: Name  # a key of readings in pipeline/paper.yaml
+    reading: Name  # a key of `readings` in pipeline/paper.yaml
     runs: dict[Name, ListedRuns]
 
     def requests(self) -> Iterator[tuple[str, Request]]:
@@ -81,7 +81,7 @@ def first_reading(lab: Lab) -> Tables:
 
 
 def outcome(results: Results, name: str) -> dict:
-    """Summarises the runs called `name`. A run succeeds if its last train loss is below half the loss of a guess.
+    """Summarises the runs called `name`. A run succeeds if its last train loss is below half the chance-level loss.
 
     n, trained, missing   number of existing runs, of successful runs, and of runs that do not exist yet
     loss, accuracy        last train loss and test accuracy (%) of successful runs. A mean over all runs would describe

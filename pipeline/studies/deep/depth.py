@@ -99,7 +99,7 @@ def step_times(path: Path) -> dict:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the train loss of OSA. A model has one line for the mean of its successful runs, and one for its failed runs."""
+    """Draws OSA's train loss: for each model, the mean over its successful runs and the mean over its failed runs."""
     figure, panels = charts.panels(2, 3.4, sharey=True)
     for name, training in settings.runs.items():
         if name not in MLP_DRAWS:

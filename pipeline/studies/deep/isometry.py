@@ -52,7 +52,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 @torch.no_grad()
 def mlps(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each network. Every input token has |x|²/d = 1. In the columns, x is an output token.
+    """Yields a row for each network. Every input token has squared norm d. Below, x is an output token.
 
     log_mean, log_std   mean and standard deviation of log |x|²/d over tokens
     q_low, q_high       the quantiles `TAILS` of |x|²/d over tokens

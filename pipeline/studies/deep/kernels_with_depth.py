@@ -46,7 +46,7 @@ LINES = {  # row → (label, model whose colour and style the line has)
     "osa": ("OSA", "osa_exact"),
 }
 COLLAPSED = 0.99  # tokens with a mean cosine above this have collapsed to one direction
-COLLAPSING = ("vanilla", "rms", "post_ln")  # rows whose tokens collapse, as in Figures 1 and 7
+COLLAPSING = ("vanilla", "rms", "post_ln")  # models whose tokens collapse, as in Figures 1 and 7
 TOLERANCE = 1e-10  # maximum error after L products of matrices with condition numbers up to 1e4
 # q is the mean of diag Σ after all blocks. With normalised skips, E-SPA keeps q = 1 only approximately.
 NORM_TOLERANCE = 0.1  # maximum |q − 1|
@@ -101,7 +101,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
-    """Returns Σ_0 of tokens of random types with orthogonal embeddings: 1 for tokens of one type, else 0 (Appendix B)."""
+    """Returns Σ_0 for tokens of random types (Appendix B): entry (i, j) is 1 if tokens i and j share a type, else 0."""
     drawn = torch.randint(types, (tokens,), generator=lab.generator(seed, "kernels/types"))
     return (drawn[:, None] == drawn).double()
 
@@ -113,12 +113,12 @@ def cosines(kernel: Tensor) -> Tensor:
 
 
 def summary(kernel: Tensor) -> dict[str, float]:
-    """Returns numbers that describe a kernel Σ and the cosines of its tokens."""
+    """Returns statistics of q, the diagonal of a kernel Σ, and of c, the matrix of cosines between tokens."""
     c, q = cosines(kernel), kernel.diagonal()
     return {
         "cosine": mean_cosine(c).item(),
-        "near": c.diagonal(1).mean().item(),  # of neighbours
-        "far": c.diagonal(len(c) // 2).mean().item(),  # of tokens N/2 apart
+        "near": c.diagonal(1).mean().item(),  # mean cosine of neighbouring tokens
+        "far": c.diagonal(len(c) // 2).mean().item(),  # mean cosine of tokens N/2 positions apart
         "effective_rank": effective_rank(torch.linalg.eigvalsh(c).clamp(min=0)),
         "q": q.mean().item(),
         "q_std": q.std().item(),
@@ -230,7 +230,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields a `summary` of Σ_L for E-SPA with normalised skips, Σ_0 = I, and γ from Eq. 26 or 25, for each depth L."""
+    """Yields a `summary` of Σ_L for E-SPA with normalised skips and Σ_0 = I, for each depth L and both equations for γ."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)

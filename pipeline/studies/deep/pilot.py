@@ -17,7 +17,7 @@ class Settings(comparison.Settings):
     steps: PositiveInt  # number of steps of each run, after its warm-up
     # Each window is a pair (first step, last step).
     windows: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    last: PositiveInt  # number of steps in one more window, at the end of the run
+    last: PositiveInt  # number of steps in an additional window at the end of the run
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:

@@ -18,7 +18,7 @@ from pipeline.studies.lab import Lab, first_steps
 
 OSA = "osa_shaped"  # the model for which we also search for α L
 ALPHA_TIMES_DEPTH = 0.36  # α L in the search for the learning rate
-LEARNS = 0.01  # a model learns if the loss of its best run is more than this many nats below the loss of a guess
+LEARNS = 0.01  # a model learns if the loss of its best run is more than this many nats below the chance-level loss
 
 
 class Search(Section):
@@ -29,7 +29,7 @@ class Search(Section):
 
 
 class Settings(Section):
-    reading: Name  # a key of readings in pipeline/paper.yaml
+    reading: Name  # a key of `readings` in pipeline/paper.yaml
     seed: Seed
     models: list[Name]
     alphas: list[PositiveFloat]
@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def short_trainings(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each search, model and rate. For OSA, also yields a row for each further α L at the best rate."""
+    """Yields a row for each search, model and rate. For OSA, also yields rows for other values of α L, at the best rate."""
     for search, model in itertools.product(settings.searches, settings.models):
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]

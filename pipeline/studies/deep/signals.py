@@ -1,5 +1,5 @@
-"""Signals at initialisation: in which models do they vanish, explode or collapse? (Section 4 of He et al. 2023
-and of the paper.)
+"""Signals at initialisation: in which models do they vanish, explode or collapse? (Section 4 of He et al. 2023,
+and Section 4 of the paper on OSA.)
 
 Before the first training step, we measure how the tokens and the gradient change from block to block, and how much of [cls]
 depends on the image, for every model at several depths. Then we ask how small α must be in `osa_shaped`. A bound on the
@@ -143,7 +143,7 @@ def attention_condition(model: VisionTransformer, images: Tensor) -> float:
     return kappas.where(kappas < SINGULAR, math.inf).log().mean().exp().item()
 
 
-# Kernels of tokens after all attention layers
+# Kernels X Xᵀ/d of the tokens after the last attention layer
 
 
 @torch.no_grad()
@@ -187,7 +187,7 @@ def wanted_kernel(variant, n: int) -> Tensor:
 
 
 def alphas(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields the α that `doubling_alpha` finds for each depth and each patch size. The patch size changes ‖X‖₂²."""
+    """Yields the α from `doubling_alpha` for each depth and each patch size. We vary the patch size to change ‖X‖₂²."""
     sizes: list[tuple[str, int, int | None]] = [("depth", depth, None) for depth in settings.alpha_depths]
     sizes += [("patch", settings.alpha_depths[0], patch) for patch in settings.alpha_patches]
     for (over, depth, patch), seed in itertools.product(sizes, settings.alpha_seeds):
@@ -224,7 +224,7 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
 def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, alpha: float) -> float:
     """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, where U is `cotangent`, (images, N, d).
 
-    ⟨U, X_L⟩ is a random linear function of the last block's output X_L. A loss would saturate, and weight images unequally.
+    ⟨U, X_L⟩ is linear in the last block's output X_L. Unlike a loss, ⟨U, X_L⟩ never saturates and gives images equal weight.
     """
     model.zero_grad()
     blocks = blocks_of(model)

@@ -1,8 +1,8 @@
 """Section 4 initialises the weights of OSA as orthogonal matrices. Should training keep them orthogonal?
 
 Some runs keep the weights orthogonal, with steps along the Stiefel manifold or with a parametrisation. Some add a penalty
-instead. Others initialise W^V and W^O as one orthogonal matrix for all heads. In some ViTs the key and value matrices stay
-rotations.
+instead. Others initialise W^V of all heads together as one orthogonal matrix, and W^O likewise. For comparison, some ViTs
+keep their key and value matrices orthogonal during training.
 """
 
 import math

@@ -68,7 +68,7 @@ def plane(settings: Settings) -> Iterator[dict]:
 
 
 def apart(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields ‖Q(tX) − exp(tA)‖₂ for each t, map, size and seed, along a random X with ‖A‖₂ = 1."""
+    """Yields ‖Q(tX) − exp(tA)‖₂ for each t, map, size and seed. X is random, scaled so that A = X − Xᵀ has ‖A‖₂ = 1."""
     steps = torch.logspace(-3, math.log10(settings.largest), 25, dtype=torch.float64)
     for n, seed in itertools.product(settings.sizes, settings.seeds):
         x = lab.normal(seed, f"orthogonal_maps/{n}", n, n).tril(-1)

@@ -32,9 +32,9 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def speed_on(path: Path) -> dict:
     """Returns numbers from the table of one machine.
 
-    ours             for each of our layers, its slowest row relative to the dense layer, for n in `GOAL_RANGE`
-    fastest          the row that decides whether the dense layer is the fastest, as the post states
-    literal_givens   the row that decides whether the post's Givens layer is much slower, as the post states
+    ours             for each of our layers, the row with the largest ratio to the dense layer's time, for n in `GOAL_RANGE`
+    fastest          the row that decides the blog post's claim that the dense layer is the fastest
+    literal_givens   the row that decides the blog post's claim that its Givens layer is much slower than the dense layer
     """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]

@@ -57,7 +57,7 @@ def norm_of_gradient(loss: Tensor, model: nn.Module) -> float:
 def attention_row(a: Tensor) -> dict[str, float]:
     """Returns numbers that describe attention matrices A, as means over heads and images. A is (images, h, N, N).
 
-    penalty     ‖AᵀA − I‖_F² / (N − 1): 0 for a permutation, 1 for uniform attention, N if all rows attend to one token
+    penalty     ‖AᵀA − I‖_F² / (N − 1): 0 for a permutation, 1 for uniform attention, N if all rows attend to the same token
     overlap     mean inner product of two different rows
     own_token   share of rows that attend most to their own token
     rank        number of singular values above `RANK_SHARE` times the largest

@@ -76,8 +76,8 @@ def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tens
 def softmax_ratios(query: Tensor, key: Tensor, generator: Generator) -> Iterator[dict]:
     """Yields the maximum and the median, over rows i, of ‖A'ᵢ − Aᵢ‖/(2α‖K‖₂ε) for each ε.
 
-    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. For ε = 0, the ratios are the limits as ε → 0 for the
-    worst δ, from `worst_ratios`.
+    A becomes A' when each query moves by a random δ with ‖δ‖ = ε. For ε = 0, `worst_ratios` gives the limits of
+    the ratios as ε → 0, for the worst δ.
     """
     scale, size = 1 / math.sqrt(query.shape[-1]), norm(key)[..., None]
     a = torch.softmax(scale * query @ key.mT, dim=-1)

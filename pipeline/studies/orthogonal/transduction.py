@@ -34,7 +34,7 @@ class Penalised(Section):
 
 
 class Settings(Section):
-    reading: Name  # a key of readings in pipeline/paper.yaml
+    reading: Name  # a key of `readings` in pipeline/paper.yaml
     seeds: Seeds
     length: PositiveInt
     steps: PositiveInt

@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
 The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We train all four
-combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under the first reading of the recipe,
-this study and `first_reading` train two cells each. Under Table 2's reading, Table 2 and `ablations` supply two cells each.
+combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. With the recipe of `first_reading`,
+this study and `first_reading` train two cells each. With Table 2's recipe, Table 2 and `ablations` supply two cells each.
 """
 
 from pipeline.statistics.claims import Results, read_claims
@@ -27,7 +27,7 @@ CLAIMS = (
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Compares the four cells under the first reading of the recipe and under Table 2's reading."""
+    """Compares the four pairs of attention and initialisation, for the recipes of `first_reading` and Table 2."""
     return {
         "first": four_cells(Results(tables, comparison.first_reading(lab))),
         "table_2": four_cells(ablations.results_of_ablations(lab)),
@@ -35,7 +35,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def four_cells(results: Results) -> dict:
-    """Compares the accuracies of the four cells.
+    """Compares the accuracies of the four `CELLS`.
 
     `gap` is the mean accuracy of OSA with Section 4's initialisation minus the mean accuracy of softmax with Xavier. `alone`
     holds the share of the gap that each factor closes by itself. If the effects overlap, the shares sum to more than one.

@@ -37,7 +37,7 @@ def ns_over_qr(path: Path) -> dict[str, Any]:
 
 
 def against_softmax(path: Path) -> dict[str, Any]:
-    """Returns the time of the fastest softmax attention divided by the time of OSA (exact), by heads, tokens and ‖S‖₂."""
+    """Returns the time ratio of the fastest softmax to OSA (exact), for each number of heads, number of tokens and ‖S‖₂."""
     table = files.read_csv(path)
     whole, rows = table[(table["part"] == "all") & (table["how"] == "replay") & (table["work"] == "both")], []
     for (batch, heads, tokens), own in whole.groupby(["batch", "heads", "tokens"]):
@@ -53,21 +53,21 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """Returns each OSA model's step time divided by ViT's, with trained weights if the benchmark timed them."""
+    """Returns each OSA model's step time divided by ViT's. The times are for trained weights if the file has such times."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])
 
 
 def on_gpu(path: Path) -> dict[str, Any]:
-    """Returns each model's step time divided by ViT's, with initial weights."""
+    """Returns each model's step time at initialisation, divided by ViT's."""
     table = files.read_csv(path).set_index("model")
     over_vit = table["seconds"] / table["seconds"]["vit"]
     return machine_rows(gpu_of(table), over_vit.to_dict())
 
 
 def gpu_of(table: pd.DataFrame) -> dict[str, Any]:
-    """Returns the GPU on which a table was measured, as an environment with the keys that `provenance.short_name` needs."""
+    """Returns the GPU on which a table was measured, as a dict with the keys that `provenance.short_name` needs."""
     return {"device_name": table["device"].iloc[0], "num_threads": None}
 
 

@@ -1,8 +1,8 @@
 """Table 1 and Section 3.1: what does orthogonal attention cost, by component and as a whole, for one head in float32?
 
 We check the number of multiply–adds and the peak memory, which are exactly reproducible. We do not check times. Three sweeps
-vary N alone, d alone, and N and d together at fixed N/d. The log–log slope of a cost over N estimates its degree in N in the
-first sweep, and its total degree in N and d in the third sweep.
+vary N alone, d alone, and N and d together at fixed N/d. The log–log slope of a cost against N estimates its degree in N in
+the first sweep, and its total degree in N and d in the third sweep.
 """
 
 import itertools
@@ -123,7 +123,7 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns a call for each component of Table 1, and calls of the whole attention, for OSA and for softmax.
+    """Returns a `Call` for each component of Table 1, and for each implementation of the whole attention (OSA and softmax).
 
     A component takes the results of earlier components as inputs. A part whose name ends in _dense forms an N×N matrix.
     """
@@ -215,9 +215,9 @@ TOLERANCE = 0.05
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the costs of Table 1's components, and compares OSA as a whole with torch's fused softmax attention.
 
-    table_1, linear     the maximum excess of a slope over the paper's exponent: among the components, and for OSA as a whole
-    formed              log–log slopes of operations over N: for Eq. 7 if S is formed, and for Eq. 6 if A is formed
-    crossings           the N above which OSA is faster than softmax, for a forward and backward pass
+    table_1      the most by which a component's slope exceeds the paper's exponent; `linear` is the same for OSA as a whole
+    formed       log–log slopes of the operation count against N: for Eq. 7 if S is formed, and for Eq. 6 if A is formed
+    crossings    the N above which OSA is faster than softmax, for a forward and backward pass
     """
     counts, times, orders = tables["counts"], tables["times"], lab.paper.orders
     components: list[dict[str, Any]] = [
@@ -240,7 +240,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns the exponents of a part's operations and memory in each sweep of `JUDGED`. Fewer than 3 sizes give NaN."""
+    """Returns the log–log slopes of a part's operation count and memory in each sweep of `JUDGED`, or NaN below 3 sizes."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -251,13 +251,13 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree of an order of growth in `symbols`: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
+    """Returns the degree in `symbols` of an order of growth: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
-    """Returns the largest excess of a slope over the `degree` of the paper's order, or NaN if a slope is NaN."""
+    """Returns the most by which a slope exceeds the exponent of the paper's order of growth, or NaN if a slope is NaN."""
     excesses = []
     for own, order in measured:
         for name, (sweep, symbols) in itertools.product(QUANTITIES.values(), JUDGED.items()):

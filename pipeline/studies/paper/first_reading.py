@@ -1,6 +1,6 @@
-"""Trains Table 2's models under the first reading of the recipe: pixels in [0, 1], and Xavier separately for each matrix.
+"""Trains Table 2's models with our first interpretation of the recipe: pixels in [0, 1], and Xavier for each matrix alone.
 
-We knew the results before we wrote the present rule for verdicts. Other studies that follow this reading use these runs as
+We knew the results before we wrote the present rule for verdicts. Other studies with the same recipe use these runs as
 their baseline. CHANGELOG names the commit that holds the weights of these runs.
 """
 

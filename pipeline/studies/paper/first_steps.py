@@ -84,7 +84,7 @@ def learns(losses: pd.Series, steps: int) -> bool:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns each model's failing seeds, and `extremes_of` its float32 runs, for learning and for failing runs."""
+    """Returns each model's failing seeds. Applies `extremes_of` to the float32 runs that learn, and to those that fail."""
     models: dict[str, dict[str, Any]] = {}
     table = tables["steps"]
     for name, training in settings.runs.items():
@@ -137,7 +137,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
 
 
 def label_with_count(settings: Settings, lab: Lab, name: str) -> str:
-    """Returns a model's label, followed by K if the settings change K."""
+    """Returns a model's label, followed by its number of iterations K if the settings override the default."""
     training = settings.runs[name]
     iterations = training.set.get("variant", {}).get("num_iterations")
     return lab.label(training.variant) + (f", K = {iterations}" if iterations else "")

@@ -13,7 +13,7 @@ MARGIN = 1.0  # a change of more than this many points would matter to Section 5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes` by name, the same rows by key of params.yaml (`tried`), and the rows that matter.
+    """Returns `changes` by name, the same rows by key of params.yaml (`tried`), and the rows whose `matters` is true.
 
     `topics` counts the details that the paper leaves open, and `choices` counts the choices that have a run.
     """
@@ -34,9 +34,9 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
     """Returns the change in accuracy that each choice causes, with a 95 % confidence interval.
 
-    The baseline is the mean accuracy of the first reading's runs that start to learn. We assume that a choice does not alter
-    the spread over runs, so one run of a choice is enough for an interval. A choice matters if the whole interval of its
-    change lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
+    The baseline is the mean accuracy of those runs of the study `first_reading` that start to learn. We assume that a choice
+    does not alter the spread over runs, so one run of a choice is enough for an interval. A choice matters if the whole
+    interval of its change lies beyond the margin, at 95 % confidence for all choices together (Bonferroni).
     """
     own, first, rows = Results(tables), Results(comparison.first_reading(lab)), []
     for name, training in settings.runs.items():

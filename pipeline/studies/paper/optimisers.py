@@ -1,8 +1,8 @@
-"""Compares ViT with OSA without skips and LN on CIFAR-10. Each model is trained with the better of two optimisers.
+"""On CIFAR-10, compares ViT with OSA that has neither skips nor LN. Each model is trained with the better of two optimisers.
 
 For each model and optimiser, short runs search for the learning rate with the lowest train loss. Long runs at this rate
 follow, with other seeds. The better optimiser of a model is the one whose long runs end with the lower mean train loss. We
-wrote the claim before the first run. The page shows nothing until all runs have ended.
+wrote the claim of this study (`CLAIM`) before the first run. The page shows nothing until all runs have ended.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Settings(Section):
     """Every optimiser trains every model at every rate with `search_seed`, and then at the best rate with `seeds`."""
 
     reading: Name  # a key of `readings` in pipeline/paper.yaml
-    set: Overrides  # values that replace the reading's values in all runs
+    set: Overrides  # values that override the recipe of `reading` in all runs
     models: dict[Name, Name]  # name in the claim → variant
     optimizers: Annotated[list[str], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
@@ -40,7 +40,7 @@ def request(settings: Settings, model: str, optimizer: str, rate: float, seed: i
 
 
 def search_requests(settings: Settings, model: str, optimizer: str) -> dict[float, Request]:
-    """Returns the request for the short run at each rate."""
+    """Returns the request for the short search run at each rate."""
     epochs = {"epochs": settings.search_epochs}
     return {rate: request(settings, model, optimizer, rate, settings.search_seed, **epochs) for rate in settings.rates}
 
@@ -75,7 +75,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns a row for each model and optimiser, and the verdict; no rows and None until all runs have ended."""
+    """Returns a row for each model and optimiser, and the verdict. If a run is missing: no rows, and None as the verdict."""
     results = Results(tables)
     pairs = list(itertools.product(settings.models, settings.optimizers))
     summary: dict[str, Any] = {"rows": [], "verdict": None}
@@ -97,7 +97,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def mean_loss(results: Results, name: str) -> float:
-    """Returns the mean of the runs' last train losses. A run that diverged counts as a guess."""
+    """Returns the mean of the runs' last train losses. For a diverged run, we take the loss of a uniform guess."""
     losses = results.losses(name)
     return sum(losses) / len(losses)
 

@@ -30,7 +30,7 @@ class Settings(Section):
     models: Annotated[list[Name], Field(min_length=1)]
     rates: Annotated[list[PositiveFloat], Field(min_length=1)]
     last_rate: PositiveFloat  # the search tries this rate if the highest of `rates` is the best
-    held_out: PositiveInt  # number of held-out training images; the loss on them decides the search
+    held_out: PositiveInt  # number of held-out training images; the search picks the rate with the lowest loss on them
     search_seed: Seed
     seeds: Seeds
     spreads: dict[Name, PositiveFloat]  # standard deviation of each model's accuracy, in points, as in the study `decision`
@@ -82,7 +82,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict[str, Any]:
-    """Returns the power of the comparison and, once all runs have ended, a row for each model and the verdict."""
+    """Returns the power of the comparison and, once all runs have ended, the verdict and a row for each model."""
     claim, results, rows = read_claim(CLAIMS_FILE, CLAIM, Accuracy), Results(tables), []
     power = decision.powers(claim, settings.spreads, settings.differences, [len(settings.seeds)] * 2)
     verdict = decision.judge(claim, results)

@@ -1,13 +1,13 @@
-"""Which reading of the recipe comes closest to the paper's accuracies?
+"""Which interpretation of the paper's recipe comes closest to the paper's accuracies?
 
 The paper leaves some details of the recipe open. We fill in these details as common code bases do. For each model, we
 take the difference in log-odds between our mean accuracy over the runs that start to learn and the paper's accuracy. The
 distance of a configuration is the root mean square of these differences. In log-odds, one point weighs more near 100 %.
 
 We call a configuration "the recipe" if its distance is below `LIMIT`, and if each of the paper's five accuracies lies in our
-prediction interval for one more run that starts to learn. We fixed this rule before we ran seeds 10 to 14, which test
-PyTorch's defaults. The first reading has a distance of 0.24. In simulated experiments with five seeds, the true recipe
-passes in 79 to 96 % of the experiments, and the first reading in 1 to 3 %.
+prediction interval for one more run that starts to learn. We fixed this rule before we trained seeds 10 to 14 with
+PyTorch's defaults. The recipe of the study `first_reading` has a distance of 0.24. In simulated experiments with five
+seeds, the true recipe passes in 79 to 96 % of the experiments, and the recipe of `first_reading` in 1 to 3 %.
 """
 
 import math
@@ -25,11 +25,11 @@ LIMIT = 0.20
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Compares each configuration, the first reading and Table 2 with the paper."""
+    """Compares the paper's accuracies with each configuration, the study `first_reading`, and our runs of Table 2."""
     own, paper = Results(tables), lab.paper.table_2
     samples: dict[str, dict[str, list[float]]] = {}
     for name, training in settings.runs.items():
-        configuration = name.removesuffix(f"_{training.variant}")  # as in fused_standard_vit_noskip_nonorm
+        configuration = name.removesuffix(f"_{training.variant}")  # "fused_standard" for fused_standard_vit_noskip_nonorm
         samples.setdefault(configuration, {})[training.variant] = own.accuracies_of_starting(name)
     for name, results in {"first": Results(comparison.first_reading(lab)), "table_2": results_of(lab)}.items():
         samples[name] = {model: results.accuracies_of_starting(model) for model in paper}

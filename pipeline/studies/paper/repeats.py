@@ -1,5 +1,5 @@
-"""Does a repeated run give the same result? Some runs of Table 2 and of the first reading were trained again: by this
-study, by another study, or in this checkout since the last commit.
+"""Does a repeated run give the same result? Some runs of Table 2 and of the study `first_reading` were trained again:
+by this study, by another study, or in this checkout since the last commit.
 
 On the same kind of machine, every bit of the weights and curves is the same. On another kind of machine, rounding differs,
 and the accuracy can differ as much as between seeds.
@@ -47,7 +47,7 @@ def trainings(settings: Settings, lab: Lab) -> list[Request]:
 def read(settings: Settings, lab: Lab) -> Tables:
     """Returns two tables, with a row for each pair of runs of the same variant and seed.
 
-    repeats     a run of this or another study, and the run of Table 2 or of the first reading that it repeats
+    repeats     a run of this or another study, and the original run from Table 2 or from the study `first_reading`
     replaced    a run of Table 2 trained since the last commit, and the committed run that it replaces
     """
     again = [lab.run(each.variant, seed=each.seed) for each in settings.runs]

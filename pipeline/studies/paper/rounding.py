@@ -1,6 +1,6 @@
 """Does rounding decide whether a run starts to learn?
 
-We repeat a run whose train loss, halfway through training, was still near the loss of a guess. `train.perturbation`
+We repeat a run whose train loss, halfway through training, was still near chance level. `train.perturbation`
 changes the initial weights of each repeat by about a millionth. If only some repeats start to learn, a change far smaller
 than any choice in a recipe decides whether a run starts to learn. The page shows nothing until all runs have ended.
 """

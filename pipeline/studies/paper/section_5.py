@@ -39,9 +39,9 @@ ABOUT_OSA = (*PRIMARY, "qr_above_ns")
 ABLATIONS = ("norm_matters_most", "removal_costs_accuracy", "removal_costs_speed")
 MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
-WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # axis limits: points of accuracy, and ratios of epochs
+WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # largest range drawn: accuracy difference in points, and ratio of epochs
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # shares of the second model's training, for `epoch_ratios`
+FRACTIONS = np.arange(1, 39) / 40  # fractions of training after which `epoch_ratios` takes the second model's train loss
 
 
 def results_of(lab: Lab) -> Results:
@@ -113,7 +113,7 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
     verdicts: dict[str, Verdict] = {name: next(iter(judged[name].values()))["verdict"] for name in PRIMARY}
     verdicts |= fresh
     p_values = {name: verdict.p if verdict.n else 1.0 for name, verdict in verdicts.items()}
-    # Comparisons that wait for runs belong to the declared family, so they count with p = 1.
+    # Comparisons whose runs are missing still belong to the declared family, so they count with p = 1.
     waiting = dict.fromkeys(FRESH, 1.0) if fresh else {}
     adjusted = holm(waiting | p_values)
     together = {name: p for name, p in adjusted.items() if p <= LEVEL}
@@ -127,14 +127,14 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts all verdicts (`total`), the open verdicts (`open`), and the verdicts that have each word of `WORDS`."""
+    """Counts all verdicts (`total`), the open verdicts (`open`), and, for each word of `WORDS`, the verdicts with it."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """For each of `FRACTIONS`, returns a row for the train loss that the second model reaches in that share of its training.
+    """Returns a row for each of `FRACTIONS`: for the train loss that the second model reaches in this fraction of training.
 
     `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to reach it
     divided by the second model's epochs, estimated as in claims about speed. A loss has no row if half of the runs of
@@ -152,9 +152,9 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the second model's epoch from which on the first model reaches each loss in fewer epochs than the second.
+    """Returns the earliest `epoch` in `epoch_ratios` such that this row's ratio and all later ratios are below 1.
 
-    Returns None if the first model needs at least as many epochs to reach the lowest loss that both models reach.
+    From this epoch on, the first model is ahead of the second model. Returns None if no row satisfies this condition.
     """
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
@@ -206,7 +206,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of the epochs in which two models reach a loss. A vertical line marks the loss in the claim's rule."""
+    """Draws the ratio of OSA's to a ViT's epochs to reach a train loss. A vertical line marks the claim's target loss."""
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

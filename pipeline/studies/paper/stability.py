@@ -1,4 +1,4 @@
-"""Does OSA train stably with gradients through a QR decomposition, as Section 5 observed?
+"""Does OSA train stably with gradients through a QR decomposition? Section 5 reports that it does.
 
 We train `osa_qr_literal`. The variant `osa_qr` computes the same function but never differentiates a decomposition, so its
 runs cannot answer the question.

@@ -78,7 +78,7 @@ def _rows(identity: dict, query: Tensor, key: Tensor, scale: Tensor, method: Met
 
 
 def exponential_error(query: Tensor, key: Tensor, scale: Tensor, method: Method, **options) -> Tensor:
-    """Returns ‖A − exp(S)‖₂, (...). `method` computes A in the inputs' dtype. The reference exp(S) is always float64."""
+    """Returns ‖A − exp(S)‖₂, of shape (...). `method` computes A in the inputs' dtype. The reference exp(S) is float64."""
     a = orthogonal_attention_matrix(query, key, scale=scale, method=method, **options)
     return norm(a.double() - exponential(skew(query, key, scale)))
 
@@ -93,7 +93,7 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
     `query` and `key` are (..., N, d_v), `scale` is (..., 1, 1), and the result is (...).
     """
     m = torch.cat([query, key], dim=-1)
-    size = norm(m.double()).square() * scale.double().abs()[..., 0, 0]  # μ, (...)
+    size = norm(m.double()).square() * scale.double().abs()[..., 0, 0]  # μ, of shape (...)
     return rounding(max(m.shape[-2:]), query.dtype) * (1 + size) ** (2 if method == "exact" else 1)
 
 

@@ -125,7 +125,7 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the methods' largest change of an eigenvalue, and images' mean effective rank before and after softmax."""
+    """Returns the largest eigenvalue change, and the mean effective rank over images before and after softmax layers."""
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()
@@ -154,7 +154,7 @@ def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     for axes, (stack, title) in zip(panels, stacks.items(), strict=True):
         wide = spectra[spectra["stack"] == stack].pivot(index="depth", columns="index", values="eigenvalue")
         relative = wide.div(wide[1], axis=0)
-        # Each line ends at its first point below the axes.
+        # Each line ends at its first point below the lower limit of the y-axis.
         relative = relative.where(relative.shift(fill_value=1) > floor).clip(lower=floor / 1e3)
         for (i, line), colour in zip(relative.items(), charts.ramp(wide.shape[1]), strict=True):
             axes.plot(line, color=colour, linewidth=0.9, solid_capstyle="round", zorder=100 - i)

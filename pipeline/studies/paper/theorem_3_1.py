@@ -63,15 +63,15 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each algorithm, S and K. A model's layer has such rows for each image and head.
+    """Returns a row for each combination of algorithm, S and K and, for a model's layer, of image and head.
 
-    `m` is ([images, h,] N, 2d_v). `condition` holds cond(M), ([images, h]). Each S of `skews` is ([images, h,] N, N).
-    `counts` holds the values of K, in rising order.
+    `m` is (..., N, 2d_v), `condition` has cond(M) in shape (...), and each S of `skews` is (..., N, N). The leading
+    dimensions are (images, h) for a model's layer, and () for a random M. `counts` holds the values of K, in rising order.
     """
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():
         for s, k in itertools.product(skews, counts):
-            measured = _orthogonality(s, bases[k - 1])  # each ([images, h])
+            measured = _orthogonality(s, bases[k - 1])  # each has the shape of `condition`
             for index in np.ndindex(condition.shape):
                 case = {"condition": condition[index].item(), "iteration": iteration, "num_iterations": k}
                 place = {"image": index[0], "head": index[1] + 1} if index else {}
@@ -114,7 +114,7 @@ def low_rank_exponential(basis: Tensor, s: Tensor) -> Tensor:
 
 
 def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the two bounds on ‖YᵀY − I‖₂ of Theorem 3.1, and a third bound that allows ‖B‖₂ > 1, each (...).
+    """Returns the two bounds on ‖YᵀY − I‖₂ of Theorem 3.1, and a third bound that allows ‖B‖₂ > 1, each of shape (...).
 
         (e^‖S‖ − 1)² maxᵢ |σᵢ² (σᵢ² − 1)|        Eq. 10
         (e^‖S‖ − 1)² / 4                         Eq. 11
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws two panels over K: the error for some cond(M) at the ‖S‖₂ nearest to 1, and the largest ratio error / bound."""
+    """Draws two panels against K: the error at the ‖S‖₂ nearest to 1 for selected cond(M), and the largest error / bound."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

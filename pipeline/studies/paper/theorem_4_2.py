@@ -42,7 +42,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelfAttention) -> list[dict]:
-    """Returns a row for each head, with the 2d_v nonzero singular values of W̃ and κ(W̃)."""
+    """Returns a row for each head, with κ(W̃) and the 2d_v nonzero singular values of W̃."""
     d, heads = attention.embed_dim, attention.num_heads
     query, key = (linear.weight.unflatten(0, (heads, -1)).mT for linear in (attention.query, attention.key))
     rows = []

@@ -1,7 +1,7 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
-We vary α, and compare ‖J₁‖₂ and κ(J) of one head with their bounds. Beyond the theorems, we measure two
-numbers for each layer of initialised and trained models: κ(J) of the first head, and κ(Σᵢ W^Vᵢ W^Oᵢ), a sum over heads i.
+We vary α, and compare ‖J₁‖₂ and κ(J) of one head with their bounds. Beyond the theorems, we measure two numbers for
+each layer of initialised and trained models: κ(J) of the first head, and κ(Σᵢ W^Vᵢ W^Oᵢ), where i runs over heads.
 """
 
 import itertools
@@ -29,7 +29,7 @@ SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 # Slopes are fitted to α up to this value. For such α, ‖S‖ < 0.05, so the α² term of ‖J₁‖ is below 5 % of the α term.
 FIT_BELOW = 1e-3
-# The α² term can change a slope by log(1.05) / log(1000), since the fitted α differ by a factor of up to 1000.
+# The fitted α span a factor of 1000. The α² term of ‖J₁‖ adds up to 5 %, so slopes change by up to log(1.05) / log(1000).
 SLOPE_TOLERANCE = 0.01
 MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for initialised layers
 
@@ -59,8 +59,8 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Method) -> dict[str, float]:
     """Returns the quantities of both theorems for one head.
 
-    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1, because for small α the digits stored in a file could not
-    tell κ(J) itself from 1.
+    `deviation` is δ = maxᵢ |σᵢ(A) − 1|. `excess` is κ(J) − 1, because κ(J) itself is close to 1 for small α, and files keep
+    only 6 significant digits.
     """
     w_query, w_key, w_value, _ = weights
     width = w_value.shape[1]
@@ -111,7 +111,7 @@ def condition_bound(deviation: float, first_norm: float) -> float:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the slope of log ‖J₁‖₂ over log α, the bound on ‖J₁‖₂, and the bound on κ(J) of one head.
+    """Checks the slope of log ‖J₁‖₂ against log α, the bound on ‖J₁‖₂, and the bound on κ(J) of one head.
 
     Also returns the largest κ(J) of a layer's first head, and the median of κ(Σᵢ W^Vᵢ W^Oᵢ) over layers.
     """
@@ -129,7 +129,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes_over_alpha(points: pd.DataFrame) -> pd.Series:
-    """Returns the least-squares slope of log ‖J₁‖₂ over log α, for each method, size and seed."""
+    """Returns the least-squares slope of log ‖J₁‖₂ against log α, for each method, size and seed."""
     grouped = points.groupby(["method", *SIZE, "seed"])[["alpha", "first_norm"]]
     return grouped.apply(lambda own: log_log_slope(own["alpha"], own["first_norm"]))
 

@@ -22,8 +22,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each OSA model and baseline, with ratios of seconds on each machine.
 
-    `keeps` is the smallest factor for which the claim would still be reproduced. A ratio is NaN unless both
-    models were timed on the machine.
+    `keeps` is the smallest limit on the ratio of epochs at which the claim would still be reproduced. A ratio of seconds is
+    NaN unless both models were timed on the machine.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
@@ -43,7 +43,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, dict[str, float]]:
     """Returns the seconds of each model's training step, by machine, CPUs first.
 
-    Times on CPUs are for trained weights if the benchmark timed them, and times on GPUs are for initial weights.
+    Times on CPUs are for trained weights if the file has such times, and times on GPUs are for initial weights.
     """
     timed = []
     for path in measured("step.csv"):

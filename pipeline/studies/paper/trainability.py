@@ -47,7 +47,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
         x = model.tokens(images[few[:1]])[0].detach()
         identity = {"variant": variant, "mlp": mlp, "depth": depth, "seed": seed}
         networks.append(identity | logits_jacobian(model, x) | gradient_norms(model, images[few], labels[few]))
-        if mlp == lab.config(variant).variant.mlp_init:  # for one `mlp_init`, since `attention_jacobian` leaves out MLPs
+        if mlp == lab.config(variant).variant.mlp_init:  # one `mlp_init` suffices: `attention_jacobian` leaves out MLPs
             generator = lab.generator(seed, f"theory/depth/{variant}/{depth}")
             identity = {"variant": variant, "depth": depth, "seed": seed}
             attentions.append(identity | attention_jacobian(model, x, settings, generator))

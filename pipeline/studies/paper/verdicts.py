@@ -2,8 +2,8 @@
 
 For the error rates, the true difference of two models equals a claim's limit, so every "reproduced" or "contradicted" is an
 error. For the power, the true accuracies are the accuracies in the paper's Table 2. The value of a run is normally
-distributed, with the standard deviation that claims.yaml declares. Some runs do not start to learn: runs of both models for
-the error rates, and only runs of OSA (NS) for the power.
+distributed, with the standard deviation that claims.yaml declares. Some simulated runs do not start to learn.
+For the error rates, these are runs of both models. For the power, these are only runs of OSA (NS).
 """
 
 import itertools
@@ -30,7 +30,7 @@ PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with ea
 
 
 class Settings(Section):
-    repetitions: PositiveInt  # number of simulated experiments per rate
+    repetitions: PositiveInt  # number of simulated experiments for each error rate and each power
 
 
 def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) -> NDArray:
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced": error rates if the true difference is the limit, power if it is the paper's value."""
+    """Returns how often the verdict is "reproduced": the error rate if the true difference is the limit, else the power."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

@@ -128,7 +128,7 @@ def init_softmax_attention_(
         attention: `SoftmaxSelfAttention` or `OrthogonalSelfAttention`.
         alpha: initial α. Softmax attention has none.
         fused_qkv: draw the weights of query, key and value as one [3d, d] matrix, which divides Xavier's bound by √2.
-        joint_value_output: draw W^V and W^O as two orthogonal d×d matrices, not as Xavier uniform ones.
+        joint_value_output: draw W^V and W^O of all heads together, each as one orthogonal d×d matrix, not Xavier uniform.
     """
     gain = math.sqrt(0.5) if fused_qkv else 1.0  # ratio of Xavier's bounds √(6/(d + 3d)) and √(6/(d + d))
     for linear in (attention.query, attention.key, attention.value):
@@ -249,7 +249,7 @@ def init_suo_mlp_(
     """Draws SUO weights (`scaled_uniform_orthogonal_`) for an MLP, and sets biases to zero (Section 4.4).
 
     Args:
-        transposed: scale by max(1, √(in/out)) instead, as if the weight were [in, out].
+        transposed: scale by max(1, √(in/out)), not max(1, √(out/in)), as if the weight were [in, out].
         gain: multiplies the second weight, to restore the mean square of tokens, which the activation function reduces.
     """
     for linear in (mlp.fc1, mlp.fc2):
@@ -267,9 +267,9 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
     For fc1 [H, d] and fc2 [d, H], with U uniform on the Stiefel manifold V_d(ℝ^H), R Haar on O(d) and s = √(H/d):
 
-        W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E φ² − κ₁²) d/H),
+        W₁ = s U,        W₂ = (g/s) R Uᵀ,        W₂ W₁ = g R,        g = 1/√(κ₁² + (E[φ²] − κ₁²) d/H),
 
-    where κ₁ = E φ(z) z and E φ² = E φ(z)² for z ~ N(0, 1). Biases are zero.
+    where κ₁ = E[φ(z) z] and E[φ²] = E[φ(z)²] for z ~ N(0, 1). Biases are zero.
 
     This g preserves the mean square of tokens on average, for any φ. U and U Rᵀ are each uniform, as in `init_suo_mlp_`,
     which draws them independently. Using one U for both is our addition: with the activation "dks_gelu", the variance of
@@ -277,8 +277,8 @@ def init_isometric_mlp_(mlp: TwoLayers, *, gain: float, kappa: float, generator:
 
     Args:
         mlp: an MLP with linear layers fc1 and fc2.
-        gain: 1/√E φ(z)².
-        kappa: κ = E φ(z) z/√E φ(z)², so that g = gain/√(κ² + (1 − κ²) d/H).
+        gain: 1/√(E[φ(z)²]).
+        kappa: κ = E[φ(z) z]/√(E[φ(z)²]), so that g = gain/√(κ² + (1 − κ²) d/H).
 
     Raises:
         ValueError: H < d, so that no such frame exists.

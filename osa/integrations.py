@@ -140,8 +140,8 @@ def register_with_transformers(
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
     """Gives a transformers model the attention registered as `name`, and writes the settings into the model's configuration.
 
-    `attn_implementation=name` alone does not write the settings, so a saved model would load with softmax. Without the
-    settings, the model raises ValueError at its first call.
+    `attn_implementation=name` alone does not write the settings, so a saved model would load with softmax. To prevent
+    this, a model without these settings in its configuration raises ValueError at its first call.
 
     Args:
         model: the whole model that will be saved.

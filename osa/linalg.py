@@ -23,8 +23,8 @@ POLAR_EXPRESS = (
 
 # Maximum spectral radius ρ for which Z need not be halved: the terms of the series stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
-_MAX_DOUBLINGS = 14  # number of doublings in `phi1_times` on a GPU or in a trace, where ρ is unavailable
-_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which 14 doublings suffice: 49,152
+_MAX_DOUBLINGS = 14  # number of times `phi1_times` halves Z on a GPU or in a trace, where ρ is unavailable
+_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which halving Z 14 times is enough: 49,152
 # Maximum `imbalance` of Z for which A = exp(S) is orthogonal up to an error of about 100 eps max(1, ‖S‖₂)
 IMBALANCE = 128.0
 
@@ -50,8 +50,8 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis B = M R⁻¹ with RᵀR = MᵀM, from two Cholesky decompositions, batched and without synchronisation.
 
     First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: Householder's Q, too,
-    is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4). A shift keeps the first decomposition from
-    failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). All arithmetic is float64.
+    is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps the
+    first decomposition from failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). Uses float64.
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -62,7 +62,7 @@ def cholesky_qr_basis(m: Tensor) -> Tensor:
     shift = 4 * x.shape[-1] * torch.finfo(x.dtype).eps * norm.square()
     identity = identity_like(x)
     for added in (shift, torch.zeros_like(shift)):
-        gram = x.mT @ x + added * identity  # (..., n, n); not in place, because autograd needs the terms
+        gram = x.mT @ x + added * identity  # (..., n, n)
         factor = torch.linalg.cholesky_ex(gram).L
         x = torch.linalg.solve_triangular(factor.mT, x, upper=True, left=False)
     return x.to(m.dtype)
@@ -142,7 +142,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     """φ₁(Z) Y with φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!, a series that also defines φ₁ for singular Z.
 
     Computes a Taylor polynomial by Horner's rule in Z², with products only as wide as Y. The degree depends on the spectral
-    radius ρ of Z, which is ‖S‖₂ for Z = [S] and for Z = scale · J MᵀM.
+    radius ρ of Z. If Z is [S] = BᵀSB or scale · J MᵀM, ρ equals ‖S‖₂.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and doubled again in s steps: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y
     with e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). In plain torch on a GPU or in a trace, s is 14,
@@ -168,7 +168,7 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
         radius /= 2**doublings
     else:
         is_lost = square_moduli(z) > 2 * _MAX_RADIUS**2
-        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # NaN if ρ may be too large for the doublings
+        y = y * torch.where(is_lost, math.nan, 1.0).to(y.dtype)  # NaN if ρ may exceed _MAX_RADIUS
     z = z / 2**doublings
     phi = _taylor(identity_like(z), z, torch.bmm(z, z), _degree(radius, z.dtype))[-1]
     result, expm1 = torch.bmm(phi, y), torch.bmm(z, phi)  # φ₁(Z) Y and e^Z − I
@@ -218,8 +218,8 @@ def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / c of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1), with c = (Σ|λ|²)^½ clamped to [1, 64].
 
     The numerator is the squared departure of Z from normality (Henrici 1962), and eps times the numerator is about the error
-    that φ₁(Z) causes in exp(S). Without the clamp, c would be ‖S‖_F. The limit is 64, because above 64 the error for
-    a Z that is not normal grows faster than ‖S‖_F. `spectrum` is Σ|λ|², if known.
+    that φ₁(Z) causes in exp(S). Without the clamp, c would be ‖S‖_F. c is at most 64, because for ‖S‖_F > 64,
+    the error of a non-normal Z grows faster than ‖S‖_F. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -234,7 +234,7 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Upper triangular R, (b, 2d, 2d): M R⁻¹ has nearly orthonormal columns, or some of norm below 1 if M is rank-deficient.
+    """Upper triangular R (b, 2d, 2d). M R⁻¹ has nearly orthonormal columns; if M is rank-deficient, some are shorter than 1.
 
     R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram` = MᵀM.
     """
@@ -251,7 +251,7 @@ def balanced(m: Tensor) -> Tensor:
     shorter. Then one column is multiplied by s and the other by 1/s, which makes both equally long.
 
     Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that no
-    digits are lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, the subtraction is in M's own type.
+    precision is lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, the subtraction is in M's own type.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the smallest odd m for which ρ^{m+1}/(m + 1)!, roughly the Taylor remainder's derivative, is at most eps/4."""
+    """Returns the smallest odd m for which ρ^{m+1}/(m + 1)!, the leading error of e^Z's derivative, is at most eps/4."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2
@@ -322,7 +322,7 @@ def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tenso
 
 
 class _Phi1Times(torch.autograd.Function):
-    """The Taylor polynomial of φ₁(Z) Y. The argument `square` is Z², and needs no gradient. `backward` accumulates in place.
+    """The Taylor polynomial of φ₁(Z) Y, given Z² as `square`. `backward` accumulates in place.
 
     With the partial sums P_j of `_taylor`, let E be the gradient of the result P_0, and H_j = (Zᵀ)^{2j} E / (2j + 1)!. If Y,
     ZY and Z² are treated as separate inputs, their gradients are ΣH_j, ΣH_j / (2j + 2) and ΣH_{j−1} P_jᵀ / (2j (2j + 1)).

@@ -48,7 +48,7 @@ from osa.vit import VisionTransformer, blocks_of
 
 Initialise = Callable[..., None]
 LayerAndInit = tuple[Callable[[int], SelfAttention], Initialise]  # constructor of block i's attention, and initialiser
-Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√E φ(z)² for z ~ N(0, 1), and κ of `linear_share`
+Activation = tuple[Callable[[Tensor], Tensor], float, float]  # φ, 1/√(E[φ(z)²]) for z ~ N(0, 1), and κ of `linear_share`
 
 
 def _orthogonal_attention(config: ModelConfig) -> LayerAndInit:

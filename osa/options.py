@@ -291,7 +291,7 @@ _SHAPED: ModelOptions = {
 }
 _DKS: ModelOptions = _SHAPED | {"activation": "dks_gelu"}
 _ISO: ModelOptions = {"mlp_init": "isometric"}
-_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # the factor α of the skip is 0.98 at 36 blocks
+_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # gives skips the factor α = 0.98 at 36 blocks
 _UNIFORM: ModelOptions = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
 _EXPONENTIAL: ModelOptions = _UNIFORM | {"kernel": "exponential", "kernel_last": 0.05}
 
@@ -301,7 +301,7 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper. They compute the same as osa_qr: osa_exact without a basis, osa_qr_literal by autograd through QR
+    # Not in the paper. Same function as osa_qr, but osa_exact uses no basis, and osa_qr_literal uses autograd through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of the exponential
@@ -310,7 +310,7 @@ MODELS: dict[str, ModelOptions] = {
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # The attention layers of He et al. 2023, and softmax attention with the skips of espa_skip
+    # Attention layers of He et al. 2023, except in the last two models: softmax attention with the skips of espa_skip
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,

@@ -64,7 +64,7 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     Raises:
         TypeError: `model` is not a module but, for example, a state dict.
         ValueError: the model differs from the model that its configuration builds, or has no configuration; its weights are
-            sharded or of several types; or the path is not a folder.
+            sharded or of several dtypes; or the path is not a folder.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -110,7 +110,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> None:
-    """Raises ValueError if the weights have several types, or a type in which layers cannot compute."""
+    """Raises ValueError if the weights have several dtypes, or a dtype in which layers cannot compute."""
     types = {tensor.dtype for tensor in state.values()}
     if len(types) > 1 or not types <= set(DTYPES):
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
@@ -151,7 +151,7 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
 
 
 def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTransformer:
-    """Loads a model from `save_pretrained` onto the CPU, in evaluation mode and in the type of the saved weights.
+    """Loads a model from `save_pretrained` onto the CPU, in evaluation mode and in the dtype of the saved weights.
 
     Args:
         path: the folder, or a file with weights of the model that `create_model(name)` builds.
@@ -161,7 +161,7 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
     Raises:
         FileNotFoundError: the path does not exist.
         ValueError: the folder holds a model of another name, weights and configuration disagree, `name` is missing, the
-            weights have several types, or the file is a Git LFS pointer or a shard.
+            weights have several dtypes, or the file is a Git LFS pointer or a shard.
         ImportError: the package safetensors is not installed.
 
     Example:
@@ -198,7 +198,7 @@ def _local(path: str | Path) -> Path:
     """Returns the path with ~ expanded. Raises ValueError for a URL."""
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
         raise ValueError(f"{path} is an address: download the folder, and give its path")
-    # Unlike Path.expanduser, os.path.expanduser leaves ~ of an unknown user as it is.
+    # Unlike Path.expanduser, os.path.expanduser leaves ~name unchanged if there is no such user.
     return Path(os.path.expanduser(path))
 
 
@@ -239,7 +239,7 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     path = folder / CONFIG_FILE
     try:
         options = dict(json.loads(path.read_text(encoding="utf-8")))
-        options = {option: value for option, value in options.items() if value is not None}  # None is the default
+        options = {option: value for option, value in options.items() if value is not None}  # None means the default
         names = [each for each in (name, options.pop("model", None)) if each is not None]
         with torch.device("meta"):
             model = build_vit(**options)

@@ -36,7 +36,7 @@ from osa.runtime import (
     without_autocast,
 )
 
-SMALL_NORM = 64.0  # maximum ‖[S]‖_F that `_is_small` accepts
+SMALL_NORM = 64.0  # maximum Frobenius norm of [S] = BᵀSB that `_is_small` accepts
 # S itself is used only if scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) is at most this. Independent entries give about √(d/2)
 CANCELLATION = 16.0
 # Values of eps · scale · ‖M‖_F² above which the iterations run in float64, and above which no digit is correct
@@ -81,14 +81,14 @@ PhiTimes = Callable[[Tensor, Tensor], Tensor]
 def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     if query.shape[-2] <= 2 * query.shape[-1]:  # N ≤ 2d: B would be square, and [S] as large as S
         return value + _moved(function, _skew(query, scale * key), value)
-    m = torch.cat([query, scale * key], dim=-1)  # M, (b, N, 2d), with S = M J Mᵀ and the column space of [Q, K]
+    m = torch.cat([query, scale * key], dim=-1)  # M, (b, N, 2d): S = M J Mᵀ
     return (_ByBasis.apply if is_recorded(m, value) else _by_differentiable_basis)(m, value, function)
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V in the first way that is accurate: from MᵀM, from the Gram matrix of `balanced(m)`, or with a basis.
 
-    If N < 2d, uses S, which is smaller, unless Q Kᵀ and K Qᵀ nearly cancel. GPUs and traces use only `_by_cholesky`.
+    If N < 2d, uses S (smaller than MᵀM) unless Q Kᵀ and K Qᵀ nearly cancel. GPUs and traces use only `_by_cholesky`.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -139,7 +139,7 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type for steps that may lose digits: float64 on the CPU, where it only doubles the time, else m's."""
+    """Returns the type for steps that may lose precision: float64 on the CPU, where it only doubles the time, else m's."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 
@@ -247,7 +247,7 @@ def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
 
 
 def _is_small(skew: Tensor) -> bool:
-    """True if [S] (f([S]) W) is as accurate as f([S]) ([S] W). A large [S] would multiply the rounding errors of f."""
+    """True if [S] (f([S]) W) is as accurate as f([S]) ([S] W). In the former, a large [S] amplifies rounding errors of f."""
     return is_readable(skew) and bool((torch.linalg.vector_norm(skew, dim=(-2, -1)) <= SMALL_NORM).all())
 
 
@@ -258,7 +258,7 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` with a backward pass that does not differentiate B: every basis gives the same result.
+    """`_by_differentiable_basis` whose backward pass does not differentiate B, because every basis gives the same result.
 
     With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
     let E be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B also changes B.
@@ -303,7 +303,7 @@ class _ByBasis(torch.autograd.Function):
 
 
 def _in_double(function: PhiTimes, m: Tensor, v: Tensor) -> Tensor:
-    """Computes A V in float64, with S = M J Mᵀ, by a function that has derivatives of every order."""
+    """Computes A V in float64, with S = M J Mᵀ, by `_by_cholesky`, which has derivatives of every order."""
     one = m.new_ones(m.shape[0], 1, 1, dtype=torch.float64)
     return _by_cholesky(function, m.double(), v.double(), one).to(v.dtype)
 

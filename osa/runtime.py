@@ -1,4 +1,4 @@
-"""Helpers for torch at run time: traces and transforms, autocast and TF32, warnings of lost digits, a registry of kernels.
+"""Helpers for torch at run time: traces and transforms, autocast and TF32, warnings about precision, a registry of kernels.
 
 Only this file uses undocumented names of torch, so that a new version of torch can break no other file.
 """
@@ -56,7 +56,7 @@ def goes_to_onnx() -> bool:
 
 
 def known(size: int) -> int:
-    """Returns the size as an int. Using `len` makes a trace specialise on the size: each size gets its own trace."""
+    """Returns the size as an int. Calling `len` here makes a trace specialise on the size: each size gets its own trace."""
     return len(range(size))
 
 

@@ -207,7 +207,7 @@ class VisionTransformer(nn.Module):
         self.grad_checkpointing = enable
 
     def _features(self, images: Tensor, num_outputs: int | None) -> Tensor:
-        """Returns the first `num_outputs` tokens, or all, after the last block and the final norm, (B, num_outputs, d)."""
+        """Returns the final norm's output for the first `num_outputs` tokens, or for all if None, (B, num_outputs, d)."""
         x = self.tokens(images)  # (B, N, d)
         for i, block in enumerate(self.blocks, 1):
             x = self._run_block(block, x, num_outputs if i == len(self.blocks) else None)

@@ -1,8 +1,8 @@
 """Keeps weights orthogonal: parametrises them as rotations, or retracts them after each step of the optimiser.
 
 Each map in `MAPS` returns a rotation Q(X) ∈ SO(n) or, given a base B (..., n, n), the product Q(X) B. Only the part of
-X (..., n, n) below the diagonal matters. All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so that a
-learning rate gives the same step size with every map. Only the exponential map works under torch.func.
+X (..., n, n) below the diagonal matters. All maps have Q(0) = I and dQ(0)[X] = A = tril(X, −1) − tril(X, −1)ᵀ, so the
+same learning rate gives the same step size with every map. Only the exponential map works under torch.func.
 """
 
 import itertools
@@ -56,7 +56,7 @@ class _Givens(torch.autograd.Function):
     """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` builds W by rotating the rows of Wᵀ.
 
     For every pair i + j = t, i < j, step t replaces the rows r_i and r_j by cos θ r_i − sin θ r_j and sin θ r_i + cos θ r_j,
-    with θ = −X_ji. It changes only rows max(0, t − n + 1) to min(t, n − 1). Reversing these rows exchanges r_i and r_j.
+    with θ = −X_ji. It changes only rows max(0, t − n + 1) to min(t, n − 1). Flipping their order swaps each r_i and r_j.
     """
 
     @staticmethod
@@ -271,7 +271,7 @@ def orthonormal_(weight: Tensor) -> Tensor:
 
 @_in_float32
 def retract(weight: Tensor, step: Tensor) -> Tensor:
-    """Returns the end of a geodesic that starts at an orthonormal W with the step U (Stiefel manifold, canonical metric).
+    """Returns the end point of the geodesic from an orthonormal W along the step U (Stiefel manifold, canonical metric).
 
     The geodesic starts in the direction of U projected onto the tangent space, U − W (WᵀU + UᵀW)/2. It ends at
     exp(KWᵀ − WKᵀ) W with K = U − W WᵀU/2 (Edelman et al. 1998). The result is orthogonal attention (Eq. 5) with

@@ -31,7 +31,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
     The constants a, b, c and e solve, for z ~ N(0, 1),
 
-        E φ = 0,        E φ² = 1,        E φ φ' z = 1,        E φ'² = slope^{1/depth}.
+        E[φ] = 0,        E[φ²] = 1,        E[φ φ' z] = 1,        E[φ'²] = slope^{1/depth}.
 
     In the limit of wide layers, the mean square of tokens stays 1, uncorrelated tokens stay uncorrelated, and the cosine map
     of the network without its attention has the derivative `slope` at 1 (5 in He et al. 2023, H.1).
@@ -46,7 +46,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     if depth < 1:
         raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
-    limit = math.pi / (math.pi - 1)  # E φ'² of a ReLU, the limit a → ∞
+    limit = math.pi / (math.pi - 1)  # E[φ'²] of a ReLU, the limit a → ∞
     if not 1 < target < limit:
         raise ValueError(
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
@@ -65,12 +65,12 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
 
 
 def gain(activation: Callable[[float], float]) -> float:
-    """1/√E φ(z)² for z ~ N(0, 1). Scaling the weight after φ by this gain restores mean square 1 (He et al. 2023, H.1)."""
+    """1/√(E[φ(z)²]), z ~ N(0, 1). Scaling the weight after φ by this gain restores mean square 1 (He et al. 2023, H.1)."""
     return 1 / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 
 def linear_share(activation: Callable[[float], float]) -> float:
-    """κ = E φ(z) z/√E φ(z)² for z ~ N(0, 1): the cosine between φ and the identity."""
+    """κ = E[φ(z) z]/√(E[φ(z)²]) for z ~ N(0, 1): the cosine between φ and the identity."""
     return _mean(lambda z: activation(z) * z) / math.sqrt(_mean(lambda z: activation(z) ** 2))
 
 
@@ -103,7 +103,7 @@ def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
 
 
 def _slopes(log_scale: float, shift: float) -> tuple[float, float]:
-    """Returns E φ φ' z and E φ'². Here a = exp(log_scale) and b = shift, and c and e are such that E φ = 0 and E φ² = 1."""
+    """E[φ φ' z] and E[φ'²] of φ(z) = c (GELU(a z + b) + e) with E[φ] = 0, E[φ²] = 1, a = exp(log_scale) and b = shift."""
     scale = math.exp(log_scale)
     mean, variance = _gelu_moments(scale, shift)
     of_norms = _mean(lambda z: (gelu(scale * z + shift) - mean) * scale * _gelu_slope(scale * z + shift) * z)

@@ -9,7 +9,7 @@ from osa.modules import Device, Dtype, SelfAttention, softmax_attention
 
 
 class SignalPreservingSelfAttention(SelfAttention):
-    """Multi-head softmax attention with the same initial matrix A ≥ 0 in every head (He et al. 2023, Eq. 10, Algorithm 1).
+    """Softmax attention with the same initial attention matrix A ≥ 0 in every head (He et al. 2023, Eq. 10, Algorithm 1).
 
         heads_i = D softmax(Q_i K_iᵀ/√d_v + log P) V_i,        A = D P,
 
@@ -55,7 +55,7 @@ class SignalPreservingSelfAttention(SelfAttention):
 
 
 class ValueSkipInitSelfAttention(SelfAttention):
-    """Multi-head softmax attention whose initial matrix is the identity (Value-SkipInit; He et al. 2023, Eq. 7).
+    """Multi-head softmax attention whose attention matrix is initially the identity (Value-SkipInit; He et al. 2023, Eq. 7).
 
         heads_i = α_i V_i + β_i softmax(Q_i K_iᵀ/√d_v) V_i
 

@@ -90,8 +90,8 @@ def signal_preserving_attention(
 ) -> Tensor:
     """Returns the attention matrices A_1, …, A_L of U-SPA (uniform kernels) or E-SPA (exponential kernels).
 
-    If a fraction r of the tokens repeat other tokens, the average of Σ_0 is Σ̄_0 = (1 − r) I + r 11ᵀ (Eq. 12). U-SPA then
-    starts from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has a diagonal of ones (Eq. 15).
+    If a fraction r of the tokens repeat other tokens, the average of Σ_0 over inputs is Σ̄_0 = (1 − r) I + r 11ᵀ (Eq. 12).
+    U-SPA then starts from ρ_0 = r. E-SPA rescales A_l so that the average of Σ_l has a diagonal of ones (Eq. 15).
 
     Args:
         kernel: one of `KERNEL_KINDS`.

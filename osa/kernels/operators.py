@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given `grad`, the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns a number for each matrix: NaN if the output lost precision. Returns None if the backend cannot tell."""
+        """Returns NaN for matrices whose output lost precision, else a number. Returns None if the backend cannot tell."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """True if no trace and no transform outside of `but` is active. Under torch.compile, True if no transform is active."""
+    """True if no trace and no transform except `but` is active. While compiling, True if no transform at all is active."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 
@@ -333,8 +333,8 @@ def _agrees(
             *inputs, grad = (torch.randn(batch, 3, tokens, each, generator=generator) for each in widths)
             inputs = [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
             scales = torch.tensor([0.02, -0.05, 0.1])
-            # These scales give ‖S‖₂ of about 0.5, 5 and, on Hopper, 50. At 50, each Taylor term takes three products.
             if form != "short":
+                # With these scales, ‖S‖₂ is about 0.5, 5 and, on Hopper, 50. At 50, each Taylor term takes three products.
                 scales = torch.tensor([0.3, -3.0, 30.0 if is_hopper else 1.0]) / tokens
             inputs.append(scales.view(3, 1, 1))
             options = {"method": method, "num_iterations": None, "epsilon": EPSILON}

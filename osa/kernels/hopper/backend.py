@@ -94,8 +94,8 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    If whole heads keep more than a quarter of the multiprocessors busy, dividing them makes reading at most about twice as
-    fast, because half of an H100's multiprocessors read memory about as fast as all of them.
+    Heads stay whole if they keep more than a quarter of the multiprocessors busy. Half of an H100's multiprocessors read
+    memory about as fast as all of them, so dividing these heads would make reading at most about twice as fast.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program
@@ -129,7 +129,7 @@ def _sizes(x: Tensor) -> dict:
 
 
 def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torch.device) -> tuple[int, Tensor]:
-    """Returns the number of programs (at most one per head and `share` per multiprocessor), and their scratch memory."""
+    """Returns the number of programs (at most one per head, and at most `share` per multiprocessor), and their scratch."""
     programs = max(1, min(count, share * launch.multiprocessors(device)))
     return programs, torch.empty(programs, size, dtype=dtype, device=device)
 

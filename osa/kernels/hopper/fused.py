@@ -5,9 +5,9 @@ tokens sums G and (MᵀV)ᵀ. Then the program adds up the terms of Tᵀ until a
 in registers, so that no product waits for memory. A second loop reads the tokens again and writes the output.
 
 One bfloat16 product per term gives an error near the output's rounding error if ‖Z‖_F ≤ MAX_NORM, or if the largest row sum
-of |Z| is at most MAX_NORM / 2. For many independent tokens, this sum is a close upper bound on ‖Z‖₂. If one of these
-conditions holds and MAX_TERMS terms suffice, a head has the state FUSED. Otherwise the head has the state STEPS, and
-stepped.py computes the head. Matrices of WIDTH columns are padded to D columns in registers.
+of |Z| is at most MAX_NORM / 2. ‖Z‖_F and the row sum are upper bounds on ‖Z‖₂. For many independent tokens, the row sum
+is the closer bound. If one of the two conditions holds and MAX_TERMS terms suffice, a head has the state FUSED. Otherwise it
+has the state STEPS, and stepped.py computes the head. Matrices of WIDTH columns are padded to D columns in registers.
 """
 
 import triton
@@ -28,7 +28,7 @@ TERM_TOLERANCE = tl.constexpr(2.0**-6)  # the sum ends at a term that changes th
 #   FUSED        a kernel of this file, or of parts.py
 #   STEPS        a kernel of stepped.py with one product per term
 #   SPLIT_STEPS  a kernel of stepped.py with three products per term
-#   NaN          the same as SPLIT_STEPS, but no digit of the output is correct
+#   NaN          the same kernel as SPLIT_STEPS, which returns NaN because no digit would be correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
 

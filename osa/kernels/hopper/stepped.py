@@ -1,7 +1,7 @@
 """Kernels for the heads that fused.py and parts.py do not compute. The kernels balance M and compute e^Z in steps.
 
 M R replaces M, where R is symplectic, so S stays the same. R balances each pair of columns as `osa.linalg.balanced` does,
-but comes from G alone. With the balanced G and Y = c J MᵀV, the kernels take n steps with ‖Z/n‖ ≤ RADIUS,
+but is computed from G alone. With the balanced G and Y = c J MᵀV, the kernels take n steps with ‖Z/n‖ ≤ RADIUS,
 
     Y_0 = Y,    Y_{j+1} = e^{Z/n} Y_j = Y_0 + Z/n Σ_{i≤j} φ₁(Z/n) Y_i,    T = Σ_j φ₁(Z/n) Y_j / n
 
@@ -11,7 +11,7 @@ steps in reverse.
 A first launch computes each term with one bfloat16 product. A head gets the state SPLIT_STEPS if it needs more than
 MAX_STEPS steps, if its Z is far from normal, or if balancing divides ‖G‖_F by more than MAX_CANCELLATION. A second launch,
 with SPLIT, computes the heads with this state. It splits operands into a high and a low part in bfloat16, so that a term
-takes three products and keeps 16 bits. If Z is so far from normal that no digit is correct, the state becomes NaN.
+takes three products and keeps 16 bits. If Z is so far from normal that no digit would be correct, state and output are NaN.
 
 In names, `shear` and `sigma` are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to
 Q, K and V.
@@ -37,7 +37,7 @@ from osa.kernels.tiles import high_low
 
 RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, so that no term of a step is much larger than the first term
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number with SPLIT: enough for ‖Z‖₂ ≤ 2¹⁴, above which no digit is correct
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: enough for ‖Z‖₂ = 2¹⁴. Above, no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 # One product per term is used only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this. This ratio is 8 to 11 for independent tokens
 MAX_NONNORMALITY = tl.constexpr(16.0)
@@ -53,8 +53,8 @@ MIN_SHARE = tl.constexpr(2.0**-12)  # lower bound of ‖q − γ k‖² / ‖q�
 #   O_GRAD_GRAM  grad G
 #   O_BALANCE    σ and γ
 #   O_Z          Zᵀ, in two bfloat16 parts
-#   O_TERMS      the terms t_k and then the factors s_k of a step, in bfloat16. With SPLIT, the low parts of t_k and s_k
-#                follow. Without SPLIT, the Y_j of all steps follow
+#   O_TERMS      the terms t_k of a step, followed by its factors s_k, in bfloat16. With SPLIT, the low parts of t_k and
+#                s_k come next. Without SPLIT, the Y_j of all steps come next
 O_F, O_A, O_GRAD_GRAM, O_BALANCE = tl.constexpr(8192), tl.constexpr(16384), tl.constexpr(24576), tl.constexpr(36864)
 O_Z, O_TERMS = tl.constexpr(37120), tl.constexpr(53504)
 
@@ -180,7 +180,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, and whether MAX_CANCELLATION and, if SPLIT, MAX_IMBALANCE is exceeded."""
+    """Stores Y, σ, γ, Zᵀ. Returns ‖Z‖_F, whether MAX_CANCELLATION is exceeded, and whether MAX_IMBALANCE is (if SPLIT)."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -266,10 +266,10 @@ def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
 
 @triton.jit
 def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.constexpr, SPLIT: tl.constexpr):
-    """Adds the terms t_k = (Z/n)ᵏ t_0 / (k + 1)! to `b_total`, given t_0, until a term is too small to change the output.
+    """Adds the terms t_k = (fZ)ᵏ t_0 / (k + 1)! to `b_total` until a term is too small to change the output.
 
-    Returns the total, the number of terms after t_0, and whether these terms suffice. If STORE, the function stores all
-    terms except the last.
+    t_0 is `b_term`, and f is `fraction`. Returns the total, the number of terms after t_0, and whether these terms suffice.
+    If STORE, the function stores all terms except the last.
     """
     b_total += b_term
     size, degree = tl.full([], 1.0, tl.float32), 0
@@ -366,10 +366,10 @@ def stepped_backward_kernel(
 ):  # fmt: skip
     """Computes the gradients of heads with state STEPS or, if SPLIT, of heads with state SPLIT_STEPS or NaN.
 
-    The kernel differentiates each step as fused.py does, from the last step to the first. Let h = c/n Fᵀ J (`b_direct`), and
-    let a (`b_later`) be (grad Y_{j+1})ᵀ c J. For the last step a is zero. The terms t_k of a step have the gradients
-    u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`) with the factors s_k = u_{k+1} / (k + 2), and Y_j has the gradient a + u_0. The
-    final a is A₂ᵀ of fused.py. grad G is the sum of s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
+    The kernel differentiates each step as fused.py does, from the last step to the first. Let n be the number of steps,
+    h = c/n Fᵀ J (`b_direct`) and a = (grad Y_{j+1})ᵀ c J (`b_later`). For the last step a is zero. The terms t_k of a step
+    have the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`), where s_k = u_{k+1} / (k + 2). Y_j has the gradient a + u_0.
+    The final a is A₂ᵀ of fused.py. grad G is the sum of s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
 
     With SPLIT, the kernel stores no Y_j, but recomputes Y_j = e^{−Z/n} Y_{j+1}. Errors do not grow, because e^{Z/n}
     preserves norms if M is balanced.
@@ -382,7 +382,7 @@ def stepped_backward_kernel(
         head_state = tl.load(state + i_head)
         is_ours = head_state == STEPS
         if SPLIT:
-            is_ours = (head_state >= STEPS) == 0  # SPLIT_STEPS or NaN
+            is_ours = (head_state >= STEPS) == 0  # True if the state is SPLIT_STEPS or NaN
         if is_ours:
             o_input, o_grad = o_head(i_head, heads, strides), o_head(i_head, heads, grad_strides)
             p_q, p_k, p_v = query + o_input, key + o_input, value + o_input
@@ -483,7 +483,7 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                # The loop does not start from the stored sums, because no two of its products would then overlap.
+                # The stored sums are added after the loop. If the loop started from them, its products would run one by one.
                 if i_turn > 0:
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)

@@ -1,7 +1,7 @@
 """Launches the kernels for long sequences and wide heads.
 
 The forward pass reads the tokens twice, and so does the backward pass, each time in a kernel of passes.py. In between, torch
-works on Gram matrices. In the forward pass, it computes T in V + M T from them, and in the backward pass, their gradients.
+computes T in V + M T from G = MᵀM and X = MᵀV in the forward pass, and the gradients of G and X in the backward pass.
 """
 
 import math
@@ -22,7 +22,7 @@ METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrice
 MAX_WIDTH = 128  # maximum number of columns of query, key and value
 MIN_ROWS = 256  # minimum number of rows of a part of a sequence
 MIN_SHARE = 2.0**-46  # minimum of ‖q‖² and of ‖k‖² as a share of ‖q‖² + ‖k‖², for a pair of columns q and k
-MIN_SHARE_LEFT = 2.0**-5  # float32 loses over 5 bits if shearing leaves less than this share of a column's squared norm
+MIN_SHARE_LEFT = 2.0**-5  # minimum of ‖q − γ k‖² / ‖q‖² (γ k: projection of q on k): below it, float32 loses over 5 bits
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
 # 100 eps ‖S‖₂. With a maximum of 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
@@ -40,7 +40,7 @@ class Long:
         return ("long",) if all(x.shape[-1] <= MAX_WIDTH for x in (query, key, value)) else ()
 
     def forward(self, inputs: Inputs, output: Tensor, saved: Tensor, num_iterations: int, epsilon: float) -> None:
-        """Writes the output and, for each matrix, the row of `saved` that `_matrices` splits."""
+        """Writes the output and, for each head, a row of `saved`: the entries of all matrices that `_matrices` returns."""
         query, key, value, scale = inputs
         width, value_width = query.shape[-1], value.shape[-1]
         length = 3 * width**2 + 2 * width * value_width
@@ -124,9 +124,9 @@ def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns R, R⁻¹, and whether precision is lost. M R⁻¹ replaces M, and R Z R⁻¹ replaces Z = c J G.
 
     If Z is so far from normal that φ₁(Z) would be inaccurate, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly
-    skew. Otherwise R is I. T does not depend on R, so derivatives treat R as a constant. The rounding error ΔG of G
-    causes an error c R J ΔG R⁻¹ in R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this error is about
-    eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii.
+    skew. Otherwise R is I. Derivatives treat R as a constant, because φ₁(Z) = R⁻¹ φ₁(R Z R⁻¹) R for any R. The rounding
+    error ΔG of G causes an error c R J ΔG R⁻¹ in R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this
+    error is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii.
     """
     z, identity = linalg.apply_j(c * gram), linalg.identity_like(gram)
     spectrum = linalg.square_moduli(z)
@@ -163,7 +163,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Tensor) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    Unless γ (`shear`) is empty, the kernel shears the columns of M, and computes only the matrices whose `is_lost` is 1.
+    Unless γ (`shear`) is empty, the kernel multiplies columns m_i − γ_i m_j, and skips matrices whose `is_lost` is 0.
     """
     query, key, value, _ = inputs
     is_sheared = shear.numel() > 0
@@ -228,7 +228,7 @@ def _launch(
 
 
 def partition(query: Tensor, value: Tensor) -> tuple[int, int]:
-    """Splits sequences into parts that occupy half of the multiprocessors. Returns (number of parts, rows per part)."""
+    """Splits sequences into parts that together fill half the multiprocessors. Returns (number of parts, rows per part)."""
     batch, heads, tokens, _ = query.shape
     parts = min(ratio_up(launch.multiprocessors(query.device), 2 * batch * heads), ratio_up(tokens, MIN_ROWS))
     rows = ratio_up(ratio_up(tokens, parts), 64) * 64

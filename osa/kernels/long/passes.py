@@ -3,8 +3,8 @@
 With M = [Q, K], the first pass computes G = MᵀM and X = MᵀV, backend.py computes T from G and X, and the second pass
 computes V + M T. In the backward kernels, E is the gradient of the output.
 
-M is balanced as in `osa.linalg.balanced`, but γ and σ come from G alone. If shearing by γ leaves little of a column, the
-sheared G is inaccurate, and a second launch of gram_kernel computes it from the sheared columns.
+M is balanced as in `osa.linalg.balanced`, but γ and σ are computed from G alone. If subtracting a projection leaves little
+of a column, the G of the new columns is inaccurate, and a second launch of gram_kernel computes it from these columns.
 """
 
 import triton
@@ -23,7 +23,7 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    If SHEARED, the kernel shears the columns by γ before it multiplies them, and skips matrices whose `is_lost` is 0,
+    If SHEARED, the kernel multiplies the columns that `sheared` returns, and skips matrices whose `is_lost` is 0,
     because their G from the first launch is accurate enough.
     """
     ROWS: tl.constexpr = TILE[0]

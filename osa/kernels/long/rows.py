@@ -36,7 +36,7 @@ def sheared(q, k, shear, o_rows, o_columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def balanced(q, k, saved, o_rows, o_columns, WIDTH: tl.constexpr):
-    """Columns of Q and K, sheared by γ and scaled by σ."""
+    """The columns that `sheared` returns, scaled by σ."""
     b_q, b_k = sheared(q, k, saved[0], o_rows, o_columns, WIDTH)
     sigma = transpose(saved[1])
     return (load(sigma, tl.arange(0, 1), o_columns) * b_q, load(sigma, tl.arange(0, 1), o_columns + WIDTH) * b_k)

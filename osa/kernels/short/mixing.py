@@ -4,7 +4,7 @@ In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. Then
 
     method           L              T
     "exact"          M, balanced    c φ₁(c J G) J X
-    "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K from G_0 = G / (‖M‖_F + ε)²
+    "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K after K iterations from G_0 = G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
 The gradients follow osa/routes.py. The forward kernel saves no terms of φ₁: the backward kernel computes them again.
@@ -149,7 +149,7 @@ def mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS):
 
 @triton.jit
 def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, ITERATIONS):
-    """Stores A₁ to A₄ in grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄, and returns the gradient of c.
+    """Stores A₁ to A₄, where grad M = E A₁ᵀ + V A₂ᵀ + L A₃ and grad V = E + L A₄. Returns the gradient of c.
 
     If L = M, the chain rule through G, X and c gives A₁ = T, A₂ = A₄ = grad X and A₃ = grad G + (grad G)ᵀ. For "exact" and
     "qr", grad c is ⟨E, (S/c) e^S V⟩; for "exact" this is ⟨F, J (X + G T)⟩. For "qr", A₁ to A₄ are as in `_ByBasis` of
@@ -210,13 +210,13 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         grad_scale = inner_product(f, a1)
         copy(a1, a1, scale)
         multiply(y, projector, grad_y, 1.0, None, 0.0)
-        apply_j(h, y, -1.0)  # the gradient of Π X
+        apply_j(h, y, -1.0)  # h is the gradient with respect to Π X
         multiply(a2, projector, h, 1.0, None, 0.0)
         copy(a4, a2, 1.0)
         multiply(half, grad_y, transpose(j_px), 1.0, None, 0.0)
         multiply(half, h, transpose(x), 1.0, half, 1.0)
         apply_j(z, g, scale)
-        multiply(half, grad_z, transpose(z), 1.0, half, 1.0)  # the gradient of Π
+        multiply(half, grad_z, transpose(z), 1.0, half, 1.0)  # the gradient with respect to Π
         copy(grad, half, 0.5)
         add(grad, transpose(half), 0.5)
         apply_j(z, g, 1.0)

@@ -21,7 +21,7 @@ from osa.kernels.tiles import (
 
 RADIUS = tl.constexpr(3.0)  # maximum ‖S‖₂ for a single series: its terms are then at most 3³/3! = 4.5
 EPS = tl.constexpr(1.2e-7)
-MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because 3¹⁹/19! is below EPS/4
+MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because RADIUS¹⁹/19! is below EPS/4
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _terms(z):
     """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings.
 
     ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The code adds EPS ‖Z‖_F² for the rounding
-    error of tr Z². Z is halved until ρ ≤ 3, so that terms hardly cancel. m is the smallest degree with
+    error of tr Z². Z is halved until ρ ≤ RADIUS, so that terms hardly cancel. m is the smallest degree with
     ρ^{m+1} / (m + 1)! ≤ EPS/4. If ρ > LARGEST_NORM, the fraction is NaN.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
@@ -50,7 +50,7 @@ def _terms(z):
 
 @triton.jit(noinline=True)
 def _taylor(out, z, fraction, y, degree):
-    """out ← Σ_{k ≤ m} (fZ)^k Y / (k + 1)! by Horner's rule, where f is the fraction."""
+    """out ← Σ_{k ≤ degree} (fZ)^k Y / (k + 1)! by Horner's rule, where f is the fraction."""
     b_z = blocks.load_square(z, fraction)
     for column in range(0, out[4], blocks.BLOCK):
         o_columns = column + tl.arange(0, blocks.BLOCK)

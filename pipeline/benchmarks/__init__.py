@@ -1,1 +1,1 @@
-"""Scripts that time our code and its alternatives, most of them side by side in one process."""
+"""Benchmarks of our code and its alternatives. Most scripts time both in the same process."""

@@ -43,7 +43,7 @@ MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # maximum size of an N×N matrix
 MOST_TOKENS_DENSE = 512  # for more tokens, `matrix_exp` and its gradient take seconds on the CPU
 MOST_TOKENS_ERROR = 512  # maximum number of tokens for which we form A, to measure ‖AᵀA − I‖₂
-ALLOWANCE = 1.5  # a call may reach this multiple of the measured peak, since the clock rate may rise afterwards
+ALLOWANCE = 1.5  # a call may reach this multiple of the measured peak, since the clock rate varies
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,

@@ -83,7 +83,7 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     with _one_thread(), profile(record_shapes=True, profile_memory=True) as profiler:
         call()
     events = profiler.kineto_results.events()
-    changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in order of time
+    changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in chronological order
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
     if any(event.name().startswith("osa::") for event in events):  # kernels hide their products from the profiler
         with _one_thread(), mock.patch.object(runtime, "KERNELS", {}), profile(record_shapes=True) as profiler:
@@ -168,7 +168,7 @@ PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products, which the p
 ROUTINES: dict[str, Callable[[Shapes], int]] = {
     "aten::linalg_cholesky_ex": lambda shapes: cholesky(shapes[0]),
     "aten::linalg_eigh": lambda shapes: math.prod(shapes[0]) * 9 * shapes[0][-1] // 2,  # 9n³/2 (Golub & Van Loan 8.3)
-    # The profiler sees this operator and the `out=` overload that it calls. We skip the overload, which has three shapes.
+    # The profiler also lists the `out=` overload that this operator calls, with a third shape. We skip the overload.
     "aten::linalg_householder_product": lambda shapes: householder_product(shapes[0]) * (len(shapes) == 2),
     "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # Golub & Van Loan 3.2
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves
@@ -195,7 +195,7 @@ MADE_OF_OTHERS = {  # operators without matrix products, or whose products the p
 def sample_seconds(
     calls: Mapping[K, Callable[[], object]], repeats: int, at_least: float, order: random.Random, device: torch.device
 ) -> dict[K, list[float]]:
-    """Returns `repeats` samples of each call's seconds. Each round samples every call once, in a new random order.
+    """Returns `repeats` samples of each call's time in seconds. Each round samples every call once, in a new random order.
 
     A disturbance of the machine therefore affects all calls alike. A sample is the mean over several calls in a row, which
     together take about `at_least` seconds.
@@ -211,7 +211,7 @@ def sample_seconds(
 
 
 def seconds(call: Callable[[], object], times: int, device: torch.device) -> float:
-    """Returns the mean seconds of a call over `times` calls in a row."""
+    """Returns the mean time of a call in seconds, over `times` calls in a row."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)

@@ -51,8 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
 def over_vit(samples: dict[str, list[float]]) -> pd.DataFrame:
     """Returns a row for each model.
 
-    seconds     median seconds of a step
-    over_vit    median over rounds of the model's seconds divided by ViT's seconds in the same round
+    seconds     median time of a step in seconds
+    over_vit    median over rounds of the model's time divided by ViT's time in the same round
     low, high   10 % and 90 % quantiles of this ratio
     """
     seconds = pd.DataFrame(samples)

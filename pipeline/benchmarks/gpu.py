@@ -26,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # imports start from the repository root, not from this script's folder
+sys.path[0] = str(ROOT)  # import from the repository root, not from this script's folder
 STARTED = time.perf_counter()
 
 import torch  # noqa: E402
@@ -76,7 +76,7 @@ ERRORS = ("output", "query", "key", "value")  # columns with the relative errors
 
 
 def forms(tiny: bool) -> Rows:
-    """Measures each call in FORMS in a separate process, several at once, since a kernel may take a minute to compile."""
+    """Measures each entry of FORMS in a separate process, several at once, since a kernel may take a minute to compile."""
     chosen, unknown = TINY_FORMS if tiny else FORMS, ("norm", "first_use", "same_bits", *ERRORS)
 
     def tried(index: int) -> list[dict]:
@@ -95,7 +95,7 @@ def forms(tiny: bool) -> Rows:
 def form(
     norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
 ) -> Rows:
-    """Measures a call in FORMS at each ‖S‖₂: the time of its first run, and its errors against float64 on the CPU."""
+    """Measures attention at each ‖S‖₂ in `norms`: the time of its first run, and its errors against float64 on the CPU."""
     for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)
@@ -264,8 +264,8 @@ def again(start: Callable, given: tuple) -> tuple:
 def vit_b16(tiny: bool) -> Rows:
     """Times a training step of ViT-B/16 on 128 images, in bfloat16 with autocast. All models have skips and LN.
 
-    The models differ only in attention. ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`. For α = 0.025 it is 1.5, which
-    the paper's trained models reach too.
+    The models differ only in attention. ‖S‖₂ is 6 for α = 0.1, the default of `build_vit`. For α = 0.025 it is 1.5, a
+    value that also occurs in the paper's trained models.
     """
     small: dict[str, Any] = {"image_size": 16, "patch_size": 4, "embed_dim": 128, "depth": 1, "num_heads": 2}
     sizes = small if tiny else {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12}
@@ -479,7 +479,7 @@ def main() -> None:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> None:
-    """Measures one call in FORMS, or one part of the benchmark. Runs in a child process."""
+    """Measures one entry of FORMS, or one part of the benchmark. Runs in a child process."""
     if chosen.form is not None:
         norms, found = (TINY_NORMS, TINY_FORMS) if chosen.rehearse else (NORMS, FORMS)
         for row in form(norms, *found[chosen.form]):

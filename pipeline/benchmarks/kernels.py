@@ -170,7 +170,7 @@ def launches(method: str, width: int, dtype: torch.dtype, architecture: int) -> 
             inputs = query, query, query, scale
             backend.forward(inputs, query, saved, *iterations)
             backend.backward(inputs, saved, query, inputs, *iterations)
-    # "fused" lists the stepped kernels already, so "parts" leaves them out. A kernel that both passes launch is listed once.
+    # "parts" omits the stepped kernels, which "fused" lists. A kernel that forward and backward both launch is listed once.
     if form == "parts":
         found = list({name(each): each for each in found if "stepped" not in name(each)}.values())
     return found

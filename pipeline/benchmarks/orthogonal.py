@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> pd.DataFrame:
 
 
 def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
-    """Returns the layers of width n, keyed by map and by implementation (`code`).
+    """Returns the layers of width n, keyed by (map, implementation).
 
     Our layers and torch's are initialised with the same weight. Small random numbers are then added to their parameters.
     """
@@ -130,7 +130,7 @@ def layers(n: int, device: torch.device) -> dict[tuple[str, str], Layer]:
 def fits(key: Key, last: dict[tuple, tuple[int, float]]) -> bool:
     """Returns whether to time a call. The dense layer is timed at every size, because we divide the other times by its time.
 
-    For each map, implementation (`code`), number of tokens and pass, `last` holds the last call's n and its time in seconds.
+    For each map, implementation, number of tokens and pass, `last` holds the last call's n and its time in seconds.
     """
     name, code, n, tokens, direction = key
     if code == DENSE:

@@ -3,8 +3,8 @@
 Our code is the step of `pipeline.training`. On CUDA it is timed with a CUDA graph and without one. The straightforward code
 trains the models of straightforward.py with a DataLoader over torchvision's MNIST and torch's default settings, and reads
 the loss after each step. All steps run in one process. Our code and the straightforward code start from the same weights:
-initial weights, and also trained weights where these exist. Each round times every step in a new random order, and a large
-matrix product to show the machine's speed. The results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
+initial weights, and trained weights if they exist. Each round times the steps and a large matrix product in random order.
+The product shows the machine's speed. The results go to step.csv and step.json in paper_outputs/benchmarks/HARDWARE/.
 """
 
 import gzip
@@ -36,7 +36,7 @@ from pipeline.training.run import Run
 
 SEED = 5  # git keeps the weights of this seed
 SAMPLE_SECONDS = 0.5  # minimum duration of a sample; a shorter step is repeated
-EXACT = "osa_exact"  # our model, which the paper does not have
+EXACT = "osa_exact"  # our model, which is not in the paper
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]  # columns that identify a row; `weights` is INITIALISED or TRAINED
 Key = tuple[str, str, str]
@@ -117,7 +117,7 @@ def count_operations(steps: dict[Key, StepCall], device: torch.device) -> dict[K
 def training_from(
     variant: str, weights: str, config: RunConfig, loaded: dict[str, idx.DataSet], device: torch.device
 ) -> Training:
-    """Returns a `Training` with initial or trained weights. `loaded` caches the data by pixel scaling."""
+    """Returns a `Training` with initial or trained weights. `loaded` caches the data, keyed by pixel scaling."""
     training = Training(config, SEED, device)
     training.data = loaded.setdefault(config.data.pixel_scaling, training.data)
     if weights == TRAINED:
@@ -126,7 +126,7 @@ def training_from(
 
 
 def with_whole_batches(config: RunConfig) -> RunConfig:
-    """Returns a configuration without the smaller last batch of an epoch, so that all batches have the same size."""
+    """Returns a configuration that drops the smaller last batch of each epoch, so that all batches have the same size."""
     return config.model_copy(update={"train": config.train.model_copy(update={"drop_last": True})})
 
 

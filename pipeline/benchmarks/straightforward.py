@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 def build(config: RunConfig) -> VisionTransformer:
-    """Returns torchvision's ViT. Unless the variant is a softmax ViT with skips and LN, `Block` replaces its blocks."""
+    """Returns torchvision's ViT, built from our `Block` unless the variant is a softmax ViT with skips and LN."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model, variant = config.model, config.variant

@@ -86,12 +86,12 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 def share_above(values: Sequence[float], level: float) -> float:
     """Returns the probability that one more normally distributed value exceeds `level`, or NaN if all `values` are equal."""
-    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean, with the standard error of a prediction
+    estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 − mean; standard error of prediction s √(1 + 1/n)
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 
 
 def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compares the paper's accuracies with ours, for models with a prediction interval and an accuracy in the paper.
+    """Compares the paper's accuracies with ours, for models in the paper for which we have a prediction interval.
 
     models   number of models
     inside   number of models whose accuracy in the paper lies inside our prediction interval
@@ -151,7 +151,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """For Table 2 and each study that trains, returns the number of runs, the total hours, and each machine's variants."""
+    """Counts runs and hours, and lists the variants trained on each machine, for Table 2 and each study that trains."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}

@@ -109,14 +109,14 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 class Declared:
     """The numbers that determine a test's power: the paper's accuracies and our standard deviations, by model.
 
-    We declare the standard deviations before training.
+    We estimate the standard deviations from earlier runs, and declare them before the runs that decide the claims.
     """
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
     spreads: Mapping[str, float] = field(default_factory=dict)
 
     def effect(self, models: Sequence[str], weights: Sequence[float]) -> float:
-        """Returns the paper's Σ wᵢ · accuracyᵢ, or NaN if the paper does not report one of the models."""
+        """Returns the paper's Σ wᵢ · accuracyᵢ, or NaN if at least one accuracy is missing from the paper."""
         if not set(models) <= self.accuracies.keys():
             return math.nan
         return sum(weight * self.accuracies[model] for weight, model in zip(weights, models, strict=True))
@@ -131,7 +131,7 @@ NOTHING = Declared()
 class Claim(Section):
     """A sentence, its place in the paper, and the rule that judges the sentence.
 
-    A prediction also has `expected` and `why`, written before training.
+    If we predict the verdict, `expected` and `why` state the prediction, written before the runs that decide the claim.
     """
 
     sentence: str
@@ -164,7 +164,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """Claims that the first model's test accuracy exceeds the second model's minus a margin (percentage points)."""
+    """Claims that the first model's test accuracy is above that of the second model minus a margin (percentage points)."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """Claims that the first model needs fewer than `at_most_factor` times the second's epochs to reach a target train loss.
+    """Claims that the first model needs fewer than `at_most_factor` × the second's epochs to reach a target train loss.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.
@@ -281,7 +281,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """Claims that in each of watched.csv's `columns`, the first model's last value is < `at_most_factor` × the second's."""
+    """Claims that first / second < `at_most_factor` for the two models' last values, in each of watched.csv's `columns`."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -301,7 +301,7 @@ AnyClaim = Annotated[
 
 
 class Spreads(Section):
-    """Standard deviations over the runs of each model, declared before training."""
+    """Each model's standard deviations over earlier runs, declared before the runs that decide the claims."""
 
     accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # std of the test accuracy (percentage points)
     log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # std of log(epochs until target loss is reached)

@@ -96,7 +96,7 @@ def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "abo
 
 def judge_ratio(first: Values, second: Values, factor: float) -> Verdict:
     """Judges the claim that the ratio of two models, first / second, lies below `factor`. Values are in [0, ∞]."""
-    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if its first point has the target loss
+    with np.errstate(divide="ignore"):  # log 0 is −∞: a run takes 0 epochs if its first loss reaches the target
         logs = np.log(first), np.log(second)
     verdict = judge(*logs, limit=math.log(factor), side="below")
     estimate, low, high = (math.exp(value) for value in (verdict.estimate, verdict.low, verdict.high))
@@ -204,9 +204,9 @@ def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
 
 @functools.cache
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
-    """Simulates the power of `judge`, for n and m runs, normally distributed with standard deviations `spreads`.
+    """Estimates the power of the test in `judge` by simulation, for samples of n and m normally distributed values.
 
-    The true difference lies `distance` from the limit, on the claim's side.
+    `spreads` are their standard deviations. The true difference lies `distance` from the limit, on the claim's side.
     """
     rng = np.random.default_rng(0)
     first = distance + spreads[0] * rng.standard_normal((SIMULATED, n, 1))

@@ -1,6 +1,6 @@
-"""Checks params.yaml against its schema.
+"""Checks params.yaml and pipeline/paper.yaml against their schemas.
 
-Other stages depend on its output, which never changes. An edit therefore reruns only stages that use the edited parameter.
+Other DVC stages depend on this stage's output. The output is constant, so a rerun of this stage does not rerun the others.
 """
 
 from pipeline.config import params

@@ -340,14 +340,14 @@ class OpenChoice(Section):
     """A detail that the paper leaves open."""
 
     topic: str
-    paper: str | None  # what the paper says about the detail
-    ours: str  # our choice for the detail
+    paper: str | None  # what the paper says about a detail that it leaves open
+    ours: str  # our choice where the paper leaves a detail open
     key: str | None = None  # key in params.yaml that sets our choice
     instead: str | None = None  # what we tried in place of our choice
 
 
 class Paper(Section):
-    """The content of pipeline/paper.yaml. The study `complexity` validates the entries of `orders`."""
+    """The content of pipeline/paper.yaml. This schema does not check the entries of `orders`."""
 
     title: str
     authors: str
@@ -380,7 +380,7 @@ def load(path: str | Path = "params.yaml") -> Params:
         if name not in written["variants"]:  # the variant's DVC stages depend on its entry in params.yaml
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
-    for name in written["variants"]:  # the models that only the library defines are checked when used
+    for name in written["variants"]:  # models of osa.MODELS that params.yaml does not list are checked when used
         resolve(params, name)
     return params
 
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns a run's configuration: a model of osa.MODELS, an interpretation of the paper, and the images of params.yaml.
+    """Combines a model of osa.MODELS, an interpretation of the paper and the images set in params.yaml into a configuration.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

@@ -49,7 +49,7 @@ class Record(Section):
 
     @property
     def commit(self) -> str | None:
-        """The commit of the code that last worked on these results."""
+        """The commit of the code that last wrote these results, or None if it is unknown."""
         return self.commits[-1] if self.commits else None
 
 

@@ -73,10 +73,10 @@ def tables_of(runs: Iterable[tuple[str, Run, RunConfig]]) -> dict[str, pd.DataFr
 
 
 def run_row(run: Run, config: RunConfig) -> dict:
-    """Returns a run's status and results. A run counts as missing if its images are not those of `config`.
+    """Returns a run's status and results. The status is "missing" if no run on the images of `config` is stored.
 
     Raises:
-        UserError: the stored run has another configuration.
+        UserError: the stored run used the images of `config`, but its configuration differs from `config`.
     """
     record = run.record()
     if record is None or any(getattr(record.config.data, key) != getattr(config.data, key) for key in IMAGE_KEYS):

@@ -1,8 +1,8 @@
 """Trains the missing or stale runs of Table 2 or a study, several at once: `python -m pipeline fan_out`.
 
 Each run is a separate process with one thread or a share of a GPU, on this machine or on a node of a Ray cluster.
-fan_out registers runs with DVC and MLflow as they end. After an interruption, the same command resumes each run at the last
-saved point of its learning curves. On a cluster, an interrupted run starts again at step 0.
+fan_out registers runs with DVC and MLflow as they end. After an interruption, the same command resumes each run from its
+checkpoint, which is written after each evaluation. On a cluster, an interrupted run starts again at step 0.
 """
 
 import argparse
@@ -183,7 +183,7 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
     The estimate uses the run's own pace if the run is training on this machine, and otherwise the pace of earlier runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
-        with contextlib.suppress(UserError):  # the run may have just ended, so that its record has moved
+        with contextlib.suppress(UserError):  # if the run has just ended, its record has moved
             own = records.parse(path, RunRecord, f"delete {path.parent}")
             done = len(own.timestamps) - 1  # number of points after step 0
             if done > 0 and matches(own, config):

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # oldest and newest Python that all pins in requirements.txt support
 PATIENCE = 5  # seconds to wait for PyTorch's index
-CPU, PYPI = "cpu", "pypi"  # sources of PyTorch: PyTorch's index of CPU builds, and PyPI
+CPU, PYPI = "cpu", "pypi"  # where PyTorch comes from: PyTorch's index of CPU builds, or PyPI
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def is_installed(path: Path, venv: Path) -> bool:
 
 
 def torch_build(venv: Path) -> str:
-    """Returns CPU or PYPI, the source of the installed PyTorch, or "" if PyTorch is not installed."""
+    """Returns where the installed PyTorch came from, CPU or PYPI, or "" if PyTorch is not installed."""
     note = venv / ".torch"
     return note.read_text(encoding="utf-8").strip() if has_python(venv) and note.exists() else ""
 
@@ -92,7 +92,7 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
     """Creates the environment with the running Python or, if that version is not supported, with one that uv finds."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
-        path.unlink(missing_ok=True)  # left by an environment that has lost its Python
+        path.unlink(missing_ok=True)  # describes an earlier environment whose Python or pip is gone
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif options.uv:
@@ -130,7 +130,7 @@ def announce(venv: Path, size: str) -> None:
 
 
 def choose(venv: Path, torch: str) -> str:
-    """Returns the source of PyTorch: CPU or PYPI. An installed build stays, whatever `torch` requests."""
+    """Returns where to install PyTorch from: CPU or PYPI. An already installed build takes precedence over `torch`."""
     if sys.platform != "linux":
         return PYPI  # on other systems, PyPI's build has no CUDA
     if torch_build(venv):

@@ -39,7 +39,7 @@ def is_trained(run: Run, config: RunConfig) -> bool:
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """Returns the runs of Table 2 and of studies that match a pattern such as table_2/osa_qr/*, in the patterns' order.
+    """Returns the runs, of Table 2 and of studies, whose names match a pattern such as table_2/osa_qr/*, in pattern order.
 
     Raises:
         UserError: a pattern matches no run.

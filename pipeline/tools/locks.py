@@ -38,7 +38,7 @@ def claims() -> dict | None:
 
 
 def dvc_processes() -> list[str]:
-    """Returns a description, such as "`dvc repro` (process 12)", of each other DVC process that runs in this folder."""
+    """Returns a description, such as "`dvc repro` (process 12)", of every other running DVC process that RWLOCK lists."""
     known = claims() or {}
     listed = list(known.get("write", {}).values())
     for readers in known.get("read", {}).values():

@@ -82,7 +82,7 @@ def plan(repo: Repo) -> tuple[dict[str, list[str]], list[str], int]:
     import networkx
     from dvc.repo import lock_repo
 
-    with lock_repo(repo):  # while it holds its lock, DVC reads each file only once
+    with lock_repo(repo):  # while this lock is held, DVC reads each file only once
         status, graph = repo.status(), repo.index.graph
     changed: dict[str, list[str]] = {}
     following: list[str] = []

@@ -124,7 +124,7 @@ def restore(folder: Path, affected: list[str], staged: list[str], moving: list[s
 
 
 def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
-    """Undoes `restore`: deletes the restored files (`back`), and returns the moved files (`moving`) from `folder`."""
+    """Undoes `restore`: deletes the restored files (`back`), and moves the displaced files (`moving`) back from `folder`."""
     has_moved = {path: os.path.lexists(folder / path) for path in moving}
     for path in back:
         if has_moved.get(path, True) and os.path.lexists(path):
@@ -236,7 +236,7 @@ def new_folder() -> Path:
 
 
 def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
-    """Prints a heading and paths. Each run is a single line, and so is each folder that is not in the commit."""
+    """Prints a heading and paths. The files of a run, or of a folder that is absent from the commit, share one line."""
     known = {str(folder) for path in committed for folder in Path(path).parents}
     counts = Counter(line_of(path, known) for path in paths)
     if counts:
@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost folder of `path` that holds a single run or is not in `known`. If none exists, returns `path`."""
+    """Returns `path`'s topmost folder that holds one run or is not in `known`. If no folder qualifies, returns `path`."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
@@ -256,7 +256,7 @@ def line_of(path: str, known: set[str]) -> str:
 
 
 def write_from_index(paths: list[str], folder: Path) -> None:
-    """Writes the versions of `paths` in git's index to `folder`. Raises UserError if git does not write one of them."""
+    """Copies the files at `paths` from git's index to `folder`. Raises UserError if git fails to write any of them."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
         raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")

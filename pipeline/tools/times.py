@@ -45,7 +45,7 @@ class Estimates:
 
     def __init__(self, records: Iterable[RunRecord]) -> None:
         self._unread = iter(records)
-        # Seconds per unit of `relative_cost`. Each key is a pair: a device, or None for all, and one of a run's `_keys`.
+        # Seconds per unit of `relative_cost`. Each key is a pair (device, one of `_keys`). Device None means all devices.
         self._paces: dict[tuple[str | None, Any], list[float]] = defaultdict(list)
 
     def add(self, record: RunRecord) -> None:

@@ -80,7 +80,7 @@ class Experiment:
         return found
 
     def create(self, name: str, start: int, tags: dict[str, str]) -> "Run":
-        """Creates a run with a title and the model's colour in Figure 1. Later syncs change neither."""
+        """Creates a run, and sets its title and its colour (the model's colour in Figure 1). Later syncs change neither."""
         colour = look_of(tags["variant"], among=self.params.variants if self.params else ()).colour
         tags = tags | {"run": name, "mlflow.runColor": GREY if colour == INK else colour}
         with suppress(KeyError, OSError):  # the user of a container may have no name

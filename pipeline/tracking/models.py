@@ -15,7 +15,7 @@ def log(experiment: Experiment, run: "Run", training: TrackedTraining) -> str:
     """Logs a trained model in its MLflow run, and registers it. Returns the model's URI, or "" if the weights are missing.
 
     torch.export writes the model without pickle, and MLflow can load the file without this code. The slow export
-    comes before the model is created in MLflow, so an interruption rarely leaves a model without files there.
+    comes before the model is created in MLflow, so an interruption rarely leaves MLflow with a model that lacks files.
 
     Raises:
         UserError: the weights do not match the record.

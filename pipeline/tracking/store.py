@@ -24,7 +24,7 @@ ENVIRONMENT = {  # defaults for MLflow's environment variables
     "GIT_PYTHON_REFRESH": "quiet",
 }
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
-# Prefixes of environment variables to keep if the store is a database. Other variables could redirect the store or server.
+# Prefixes of environment variables to keep. Other MLflow variables could redirect the store or the server of the UI.
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # to connect to databases and artifact stores
 ARTIFACTS = "mlartifacts"
@@ -64,7 +64,7 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """For a database, removes MLflow's environment variables except KEPT_SETTINGS. Then sets the defaults in ENVIRONMENT."""
+    """Unless the store is a server, removes MLflow's variables except KEPT_SETTINGS. Sets the defaults in ENVIRONMENT."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):
@@ -73,7 +73,7 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Updates an SQLite store that was moved or copied with its artifacts: replaces `old`, the artifacts' former address."""
+    """Replaces the artifact address `old` by the present one if an SQLite store was moved or copied with its artifacts."""
     import sqlalchemy
 
     new = artifacts()
@@ -157,7 +157,7 @@ def _remedy(error: Exception, why: str) -> str:
 def cause(error: BaseException) -> str:
     """Returns the root cause of an error, on one line. MLflow's outermost error often names only an address."""
     while behind := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
-        if isinstance(behind, KeyError):  # for an unknown address, MLflow's own error says more
+        if isinstance(behind, KeyError):  # for an unsupported URI, MLflow's own error message is clearer
             break
         error = behind
     return without_password((str(error).splitlines() or [type(error).__name__])[0])

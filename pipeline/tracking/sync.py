@@ -1,6 +1,6 @@
-"""Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child for each seed.
+"""Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child run for each seed.
 
-A family consists of all runs of one study and name, such as table_2/osa_qr. A sync first looks up a family's runs in MLflow.
+A family is all runs with the same study and name, such as table_2/osa_qr. A sync first looks up a family's runs in MLflow.
 Several processes can therefore sync, and a sync can be repeated after an interruption, without duplicate runs.
 """
 
@@ -114,7 +114,7 @@ def _log_models(experiment: Experiment, trainings: list[TrackedTraining]) -> Non
 
 
 class Family:
-    """The MLflow runs of one family: a parent for each configuration, and a child for each training run."""
+    """The MLflow runs of one family: a parent run for each configuration, and a child run for each training run."""
 
     def __init__(self, experiment: Experiment, name: str, runs: "list[Run]") -> None:
         self.experiment, self.name, self.runs = experiment, name, runs  # newest run first
@@ -122,7 +122,7 @@ class Family:
         self.seen: set[str] = set()  # ids of runs whose files exist
         self.has_changed = False  # True if `runs` is out of date
         self.parents: dict[str, Run] = {}  # digest of a configuration → its parent run
-        self.surplus: list[Run] = []  # parents to delete
+        self.surplus: list[Run] = []  # parent runs to delete
         for run in runs:
             if name_of(run) == name:
                 configuration = run.data.tags.get("configuration", "")
@@ -138,7 +138,7 @@ class Family:
             if run.data.tags.get("checksum") == _checksum(training, run.data.tags) and run.info.status == training.status:
                 return False
         tags, metrics, values = _tags(training), training.metrics(), training.values()
-        checksum, self.has_changed = _checksum(training, tags), True  # all files are read before a run is created
+        checksum, self.has_changed = _checksum(training, tags), True  # unreadable files fail here, before a run is created
         if is_new := run is None:
             own = {"mlflow.parentRunId": self._parent(tags, training.started).info.run_id, "current": "true"}
             own["mlflow.note.content"] = f"To make it again: `{training.run.command}`."
@@ -168,7 +168,7 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference from it, or {} if the paper's Table 2 has no such runs."""
+        """Returns the paper's accuracy and the difference from it, or {} if this family is not in the paper's Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -182,12 +182,12 @@ class Family:
                 self.has_changed = True
 
     def settle(self) -> None:
-        """Tags each child as current or not, updates the parent of each configuration, and deletes surplus parents."""
+        """Tags each child run as current or not, updates each configuration's parent run, and deletes surplus parents."""
         if self.has_changed:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # Ignores runs that lack a tag. Importing a run restores deleted tags, but only if the run's files exist.
+            # A user may delete tags, and an import restores them only from the run's files. Skips runs that still lack tags.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -206,7 +206,7 @@ class Family:
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
         """Returns the ids of the current runs: all runs in training and, for each seed, the newest run that has ended.
 
-        If some runs of a Table 2 model have the configuration in params.yaml, ended runs with another one do not count.
+        If a Table 2 model has runs with params.yaml's configuration, ended runs with another configuration are not current.
         """
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
@@ -219,9 +219,9 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns the `configuration` tags for the configuration in params.yaml, one for each data set that the runs use.
+        """Returns the values of the tag `configuration` that match params.yaml, one for each data set that the runs use.
 
-        Returns an empty set if the runs are not in Table 2 or share one configuration, or if params.yaml lacks the variant.
+        The set is empty if the runs have only one configuration, are not in Table 2, or have a variant not in params.yaml.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None
@@ -232,7 +232,7 @@ class Family:
         return {_configuration(study, variant, each, config) for each in data}
 
     def _parent(self, tags: dict[str, str], start: int) -> "Run":
-        """Returns the parent of children with these tags. Creates it if it does not exist."""
+        """Returns the parent run of the child runs with these tags. Creates the parent run if it does not exist."""
         configuration = tags["configuration"]
         if configuration not in self.parents:
             shared = {key: tags[key] for key in SHARED_TAGS} | {"level": "mean"}
@@ -241,9 +241,9 @@ class Family:
         return self.parents[configuration]
 
     def _summarise(self, parent: "Run", children: "list[Run]", current: set[str]) -> None:
-        """Updates a parent's statistics, which cover, for each seed, the newest run that has ended.
+        """Updates a parent run's statistics, which cover, for each seed, the newest run that has ended.
 
-        A parent has no curves, since MLflow can only append to a curve, and a new seed changes every point of a mean curve.
+        A parent run has no curves: MLflow can only append to a curve, and a new seed changes every point of a mean curve.
         """
         newest: dict[int, Run] = {}
         for child in children:
@@ -268,7 +268,7 @@ class Family:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """Returns means and standard deviations of final metrics over the runs that start to learn, and counts of runs."""
+        """Returns run counts, and means and deviations of final metrics over runs that start to learn (`claims.starts`)."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}

@@ -87,7 +87,7 @@ class TrackedTraining:
         return self.run.metrics()
 
     def values(self) -> list[Value]:
-        """Returns each evaluation's metrics, accuracies in per cent. Omits a split's metrics if its loss is not finite."""
+        """Returns each evaluation's metrics (accuracies in per cent). Omits a split's metrics if its loss is not finite."""
         values = []
         # During training, the history may have one more evaluation than the record.
         with open(self.path.with_name("history.csv"), encoding="utf-8", newline="") as history:

@@ -126,7 +126,7 @@ def rate_factor(train: Train, step: int, steps: int) -> float:
 @torch.no_grad()
 @parametrize.cached()
 def evaluate_split(model: nn.Module, images: Tensor | idx.Images, labels: Tensor) -> tuple[float, float]:
-    """Returns the mean cross-entropy and the accuracy over a whole split."""
+    """Returns the mean cross-entropy and the accuracy over all images of a split."""
     loss, correct = torch.zeros((), device=labels.device), torch.zeros((), device=labels.device, dtype=torch.long)
     size = EVALUATION_BATCH[images.device.type]
     for x, y in zip(images.split(size), labels.split(size), strict=True):
@@ -150,13 +150,13 @@ class Observer:
     """Observes a training run without affecting its results."""
 
     def on_step(self, num_images: int) -> None:
-        """Called once a training step, on a batch of `num_images` images, has been queued on the device."""
+        """Called after a training step on a batch of `num_images` images has been queued on the device."""
 
     def on_interval(self) -> None:
-        """Called before an evaluation, once the device has finished all queued steps."""
+        """Called before an evaluation, when the device has finished all queued steps."""
 
     def on_evaluation(self) -> None:
-        """Called once an evaluation has been added to the history, when a checkpoint can be written."""
+        """Called after an evaluation has been added to the history. A checkpoint can then be written."""
 
 
 def load_data(config: RunConfig, device: torch.device) -> idx.DataSet:
@@ -190,7 +190,7 @@ class Training:
                 f"train.warmup_steps {config.train.warmup_steps} must be less than the {self.steps} steps of the run."
             )
         has_schedule = config.train.warmup_steps > 0 or config.train.schedule != "constant"
-        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # tensor, as CUDA graphs bake in floats
+        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # a CUDA graph fixes a float's value
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:
@@ -220,7 +220,7 @@ class Training:
             total.add(*self.step(images, labels), len(labels))
             observer.on_step(len(labels))
             if i in self.sampler.points:
-                train = total.mean()  # waits for the device to finish the step
+                train = total.mean()  # `mean` copies the sums to the CPU, and so waits for the device
                 total = _Total(self.device)
                 observer.on_interval()
                 self._add_point(progress.epoch + i / self.sampler.steps, train)

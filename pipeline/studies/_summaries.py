@@ -10,7 +10,7 @@ from pipeline.studies.lab import Lab
 
 
 def worst_case(values: ArrayLike, limits: ArrayLike) -> dict:
-    """Returns the `check` of the value whose ratio value / limit is the largest. NaN counts as the largest."""
+    """Returns check(value, limit) for the value with the largest ratio value / limit. A NaN ratio counts as the largest."""
     values, limits = np.broadcast_arrays(np.asarray(values, float), np.asarray(limits, float))
     worst = np.argmax(values / limits)  # the first NaN, if there is one
     return check(float(values[worst]), float(limits[worst]))

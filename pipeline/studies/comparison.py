@@ -1,7 +1,7 @@
 """Common parts of the studies that train a list of runs and compare them.
 
-A study's section in params.yaml lists the study's runs, and names the reading of the paper's recipe that the runs follow.
-Each entry of the list has a name and stands for one run per seed:
+A study's section in params.yaml lists the study's runs. `reading` names the interpretation of the paper's recipe that these
+runs follow. Each entry of the list has a name and stands for one run per seed:
 
     reading: first
     runs:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Lab:
     """Gives a study its models and runs.
 
-    Both follow one reading of the paper, from pipeline/paper.yaml. Only the choice of the image data comes from params.yaml.
+    Models and runs follow one interpretation of the paper in pipeline/paper.yaml. params.yaml chooses only the image data.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
@@ -54,7 +54,7 @@ class Lab:
         return self.params.label(variant)
 
     def config(self, variant: str, overrides: Overrides | None = None) -> RunConfig:
-        """Returns a variant's configuration under the study's reading of the paper, with `overrides` applied."""
+        """Returns a variant's configuration under the study's interpretation of the paper, with `overrides` applied."""
         return params.resolve_recipe(self.params, self.paper, variant, overrides, self.reading)
 
     def model(self, config: RunConfig, seed: int, dtype: torch.dtype = torch.float32) -> VisionTransformer:

@@ -48,8 +48,8 @@ LINES = {  # row → (label, model whose colour and style the line has)
 COLLAPSED = 0.99  # tokens with a mean cosine above this have collapsed to one direction
 COLLAPSING = ("vanilla", "rms", "post_ln")  # models whose tokens collapse, as in Figures 1 and 7
 TOLERANCE = 1e-10  # maximum error after L products of matrices with condition numbers up to 1e4
-# q is the mean of diag Σ after all blocks. With normalised skips, E-SPA keeps q = 1 only approximately.
-NORM_TOLERANCE = 0.1  # maximum |q − 1|
+# With normalised skips, E-SPA keeps the mean of diag Σ at 1 only approximately.
+NORM_TOLERANCE = 0.1  # maximum |q − 1|, where q is the mean of diag Σ after all blocks
 # In Figure 6, we expect |q − 1| < CORRECTED with the correction for repeated tokens, and q > UNCORRECTED without it.
 CORRECTED, UNCORRECTED = 0.2, 2.0
 FIGURE_6 = (36, 0.02, 20)  # number of blocks, γ_L, and number of types of tokens (1/r)
@@ -107,7 +107,7 @@ def repeated_tokens(tokens: int, types: int, lab: Lab, seed: int) -> Tensor:
 
 
 def cosines(kernel: Tensor) -> Tensor:
-    """Returns diag(Σ)^{−½} Σ diag(Σ)^{−½}: the cosines of all pairs of tokens, and the kernel of normalised tokens."""
+    """Returns the cosines between tokens, diag(Σ)^{−½} Σ diag(Σ)^{−½}, which form the kernel of the normalised tokens."""
     scale = kernel.diagonal().rsqrt()
     return kernel * scale * scale[:, None]
 
@@ -249,7 +249,7 @@ def skips(settings: Settings) -> Iterator[dict]:
 def eq_25(before: float, after: float) -> float:
     """Returns a block's γ from Eq. 25 as printed by He et al.: the equation has λ_α² where it should have λ_α.
 
-    `before` is the γ that the schedule prescribes for the previous block. `after` is this block's γ from Eq. 26.
+    `before` is the γ that the schedule prescribes for the previous block. `after` is the γ that Eq. 26 gives for this block.
     """
     # Let a(γ)² = 1 − exp(−2γ). Then `squared` is −a(before)², and `reached` is −a(after)². Their ratio is λ_α².
     squared, reached = math.expm1(-2 * before), math.expm1(-2 * after)

@@ -1,4 +1,4 @@
-"""More tokens: what do smaller patches cost, and what do they gain?
+"""More tokens: what do smaller patches cost, and do they improve accuracy?
 
 We train ViT and OSA with patches of 4, 2 and 1 pixels, to see whether the cost of training is linear in N (Section 3.1).
 And how should the initial α change with N (Section 4)? If ‖W̃‖₂ = 1 (Theorem 4.2), S (Eq. 5) and J₁ (Theorem 4.1) satisfy

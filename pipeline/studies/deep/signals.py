@@ -2,8 +2,8 @@
 and Section 4 of the paper on OSA.)
 
 Before the first training step, we measure how the tokens and the gradient change from block to block, and how much of [cls]
-depends on the image, for every model at several depths. Then we ask how small α must be in `osa_shaped`. A bound on the
-Jacobian says that α must fall as 1/(L ‖X‖₂²).
+depends on the image, for every model at several depths. For `osa_shaped`, we also search for the α that doubles the first
+block's gradient. A bound on the Jacobian suggests that this α is proportional to 1/(L ‖X‖₂²).
 """
 
 import itertools
@@ -49,7 +49,7 @@ PRESERVING = ("osa_shaped", "vskipinit", "uspa", "espa", "uspa_causal", "espa_ca
 BAND = (0.05, 0.95)  # quantiles of the tokens' mean squares
 SINGULAR = 1 / torch.finfo(torch.float64).eps  # a matrix counts as singular in float64 if its κ is at least this
 TOLERANCE = 1e-10  # maximum error after tens of products of small matrices
-GRADIENT_RATIO = 2.0  # we search for the α that multiplies the first block's gradient by this factor
+GRADIENT_RATIO = 2.0  # at the α we search for, the first block's gradient is this many times its value at a very small α
 LEAST_ALPHA = 1e-3  # value of α L ‖X‖₂²/√d_v at which attention has practically no effect
 
 
@@ -87,7 +87,7 @@ def signals(model: VisionTransformer, images: Tensor, labels: Tensor) -> tuple[l
 
     The row of a block has the keys of `of_tokens` and
 
-    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices, without biases: they have a gradient even if tokens vanish
+    gradient      ‖∂loss/∂W‖₂ over the block's weight matrices only: a bias has a gradient even if all tokens vanish
 
     The row of the model has the keys
 

@@ -1,4 +1,4 @@
-"""Six blocks: how well does each way to remove skips or LN work in the paper's setting?
+"""Six blocks: how well does each method of removing skips or LN perform in the paper's setting?
 
 Models have six blocks and train for ten epochs with our first interpretation of the paper's recipe. We compare them with
 the models of Table 2, which the study `first_reading` trains. For E-SPA we try the choices that He et al. 2023 leave open

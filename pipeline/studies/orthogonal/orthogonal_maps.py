@@ -33,7 +33,7 @@ ANGLES = {  # the angle of Q(X) for n = 2 as a function of x = X₂₁
     "householder": lambda x: 2 * np.arctan(x / 2),
 }
 ERROR_ORDERS = {"givens": 2, "cayley": 3, "householder": 2}  # k in Q(tX) − exp(tA) = O(tᵏ)
-NEAR = 1e-2  # maximum ‖tA‖₂ in the fit of k
+NEAR = 1e-2  # we fit the order k in O(tᵏ) to the points with ‖tA‖₂ up to this value
 SLOPE_TOLERANCE = 0.05
 TOLERANCE = 1e-12  # maximum error of an angle in float64
 COLOURS = dict(zip(MAPS, itertools.cycle((*(PALETTE[i] for i in (3, 0, 2, 5)), *PALETTE[6:])), strict=False))

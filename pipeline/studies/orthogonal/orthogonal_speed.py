@@ -17,7 +17,7 @@ from pipeline.studies.lab import Lab
 
 GOAL_RANGE = (64, 256)  # sizes n of layers that should meet the goal
 GOAL = 1.3  # maximum ratio of our layers' time to the dense layer's time
-MUCH_SLOWER = 10.0  # we take the post's “significantly” to mean at least this ratio of times
+MUCH_SLOWER = 10.0  # we take “significantly” in the blog post to mean at least this ratio of times
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
@@ -32,7 +32,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def speed_on(path: Path) -> dict:
     """Returns numbers from the table of one machine.
 
-    ours             for each of our layers, the row with the largest ratio to the dense layer's time, for n in `GOAL_RANGE`
+    ours             for each of our layers, the row with the largest ratio of times, ours / dense, over n in `GOAL_RANGE`
     fastest          the row that decides the blog post's claim that the dense layer is the fastest
     literal_givens   the row that decides the blog post's claim that its Givens layer is much slower than the dense layer
     """

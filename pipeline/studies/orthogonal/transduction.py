@@ -60,7 +60,7 @@ class Encoder(nn.Module):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Returns the train loss and the accuracy per symbol on new strings, for each task, model and seed."""
+    """Returns the train loss, and the per-symbol accuracy on new strings, for each task, model and seed."""
     rows = []
     for task, (name, model), seed in itertools.product(TASKS, settings.models.items(), settings.seeds):
         identity = {"name": f"{task}_{name}", "seed": seed, "status": "finished"}
@@ -69,7 +69,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def fit(settings: Settings, task: str, chosen: Penalised, seed: int, lab: Lab) -> dict[str, float]:
-    """Trains a model. Returns the mean loss over the last tenth of the steps, and the accuracy per symbol on new strings."""
+    """Trains a model. Returns the mean loss over the last tenth of the steps, and the per-symbol accuracy on new strings."""
     config, draw = lab.config("vit"), lab.generator(seed, f"transduction/{task}")
     blocks, width = lab.model(config, seed).blocks, config.model.embed_dim
     model = Encoder(blocks, width, settings.length, lab.generator(seed, "transduction/init"))

@@ -14,7 +14,7 @@ from pipeline.studies.paper import CLAIMS_FILE, ablations
 
 # softmax with Xavier, softmax with Section 4's initialisation, OSA with Xavier, OSA with Section 4's initialisation
 CELLS = ("vit_noskip_nonorm", "vit_section_4", "osa_xavier", "osa_exact")
-# factor → the cell that differs from softmax with Xavier only in this factor
+# factor → the model that differs from softmax with Xavier only in this factor
 ALONE = {"attention": "osa_xavier", "initialisation": "vit_section_4"}
 # contrast of the cells' accuracies: OSA's gain from Section 4's initialisation minus softmax's gain
 INTERACTION = (1, -1, -1, 1)

@@ -215,7 +215,8 @@ TOLERANCE = 0.05
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the costs of Table 1's components, and compares OSA as a whole with torch's fused softmax attention.
 
-    table_1      the most by which a component's slope exceeds the paper's exponent; `linear` is the same for OSA as a whole
+    table_1      the maximum of (slope − the paper's exponent) over components
+    linear       the same maximum for OSA as a whole
     formed       log–log slopes of the operation count against N: for Eq. 7 if S is formed, and for Eq. 6 if A is formed
     crossings    the N above which OSA is faster than softmax, for a forward and backward pass
     """
@@ -240,7 +241,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns the log–log slopes of a part's operation count and memory in each sweep of `JUDGED`, or NaN below 3 sizes."""
+    """Returns log–log slopes of a part's operations and memory per sweep of `JUDGED`, or NaN if fewer than 3 sizes exist."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -257,7 +258,7 @@ def degree(order: str, symbols: str) -> int:
 
 
 def max_excess(measured: list[tuple[dict, dict]]) -> float:
-    """Returns the most by which a slope exceeds the exponent of the paper's order of growth, or NaN if a slope is NaN."""
+    """Returns the maximum of (slope − exponent of the paper's order of growth), or NaN if a slope is NaN."""
     excesses = []
     for own, order in measured:
         for name, (sweep, symbols) in itertools.product(QUANTITIES.values(), JUDGED.items()):

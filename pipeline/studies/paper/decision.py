@@ -61,7 +61,7 @@ def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float],
 
     `rows` has the rates of "reproduced" and "contradicted" for each true difference in points. `together` has the rate of
     "reproduced" for two equally accurate models under Holm's correction, in two cases: if no other comparison of the family
-    is significant, and if exactly one of the other comparisons is not significant.
+    is significant, and if all other comparisons but one are significant.
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

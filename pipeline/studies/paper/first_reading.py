@@ -1,4 +1,4 @@
-"""Trains Table 2's models with our first interpretation of the recipe: pixels in [0, 1], and Xavier for each matrix alone.
+"""Trains Table 2's models with our first interpretation of the recipe: pixels in [0, 1], Xavier for Q, K and V separately.
 
 We knew the results before we wrote the present rule for verdicts. Other studies with the same recipe use these runs as
 their baseline. CHANGELOG names the commit that holds the weights of these runs.

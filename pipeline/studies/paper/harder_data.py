@@ -1,7 +1,7 @@
 """Footnote 6: is the gap between ViT and ViT (no skip) wider on harder data than on MNIST? Does OSA match ViT on such data?
 
 We train on a JPEG-encoded copy of CIFAR-10, with the recipe of the study `first_reading`. That study supplies the runs on
-MNIST. The gap is measured in percentage points. Near 100 % a point weighs more, so we also give the gap in log-odds.
+MNIST. The gap is measured in percentage points, and also in log-odds, since a percentage point means more near 100 %.
 """
 
 from scipy.special import logit

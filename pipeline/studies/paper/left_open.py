@@ -13,7 +13,7 @@ MARGIN = 1.0  # a change of more than this many points would matter to Section 5
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns `changes` by name, the same rows by key of params.yaml (`tried`), and the rows whose `matters` is true.
+    """Returns the rows of `changes`: by name (`changes`), by key of params.yaml (`tried`), and those that matter (`matter`).
 
     `topics` counts the details that the paper leaves open, and `choices` counts the choices that have a run.
     """

@@ -1,4 +1,4 @@
-"""On CIFAR-10, compares ViT with OSA that has neither skips nor LN. Each model is trained with the better of two optimisers.
+"""Does OSA without skips and LN match ViT on CIFAR-10? Each model is trained with the better of two optimisers.
 
 For each model and optimiser, short runs search for the learning rate with the lowest train loss. Long runs at this rate
 follow, with other seeds. The better optimiser of a model is the one whose long runs end with the lower mean train loss. We

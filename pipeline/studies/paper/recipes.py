@@ -2,7 +2,7 @@
 
 The paper leaves some details of the recipe open. We fill in these details as common code bases do. For each model, we
 take the difference in log-odds between our mean accuracy over the runs that start to learn and the paper's accuracy. The
-distance of a configuration is the root mean square of these differences. In log-odds, one point weighs more near 100 %.
+distance of a configuration is the root mean square of these differences. Log-odds weigh a percentage point more near 100 %.
 
 We call a configuration "the recipe" if its distance is below `LIMIT`, and if each of the paper's five accuracies lies in our
 prediction interval for one more run that starts to learn. We fixed this rule before we trained seeds 10 to 14 with
@@ -25,7 +25,7 @@ LIMIT = 0.20
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Compares the paper's accuracies with each configuration, the study `first_reading`, and our runs of Table 2."""
+    """Compares the paper's accuracies with those of each configuration, of `first_reading`, and of our runs of Table 2."""
     own, paper = Results(tables), lab.paper.table_2
     samples: dict[str, dict[str, list[float]]] = {}
     for name, training in settings.runs.items():

@@ -127,18 +127,18 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts all verdicts (`total`), the open verdicts (`open`), and, for each word of `WORDS`, the verdicts with it."""
+    """Counts all verdicts (`total`), the open verdicts (`open`), and the verdicts for each word of `WORDS`."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Returns a row for each of `FRACTIONS`: for the train loss that the second model reaches in this fraction of training.
+    """Compares how soon two models reach a train loss, for the losses of the second model after `FRACTIONS` of training.
 
-    `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the first model's epochs to reach it
-    divided by the second model's epochs, estimated as in claims about speed. A loss has no row if half of the runs of
-    either model never reach it.
+    Returns a row for each loss. `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the
+    number of epochs in which the first model reaches the loss, divided by the number for the second model, estimated as in
+    claims about speed. A loss has no row if `epoch` or `ratio` is 0 or infinite, as when most runs never reach the loss.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]
@@ -152,9 +152,9 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the earliest `epoch` in `epoch_ratios` such that this row's ratio and all later ratios are below 1.
+    """Returns the `epoch` of `epoch_ratios` from which on every ratio is below 1, so that the first model is ahead.
 
-    From this epoch on, the first model is ahead of the second model. Returns None if no row satisfies this condition.
+    Returns None if the last ratio is not below 1, or if there are no ratios.
     """
     table = epoch_ratios(results, first, second)
     behind = np.flatnonzero(table["ratio"] >= 1)
@@ -206,7 +206,7 @@ def draw_seeds(settings: None, tables: Tables, lab: Lab) -> Figure | None:
 
 
 def draw_speed(settings: None, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the ratio of OSA's to a ViT's epochs to reach a train loss. A vertical line marks the claim's target loss."""
+    """Draws the ratio of epochs, OSA / ViT, against the train loss reached. A vertical line marks a claim's target loss."""
     results = results_of(lab)
     if not all(results.starting(model) for model in BASELINES):
         return None

@@ -63,7 +63,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each combination of algorithm, S and K and, for a model's layer, of image and head.
+    """Returns a row for each combination of algorithm, S and K. In a model's layer, each image and head has its own rows.
 
     `m` is (..., N, 2d_v), `condition` has cond(M) in shape (...), and each S of `skews` is (..., N, N). The leading
     dimensions are (images, h) for a model's layer, and () for a random M. `counts` holds the values of K, in rising order.
@@ -71,7 +71,7 @@ def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], cou
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():
         for s, k in itertools.product(skews, counts):
-            measured = _orthogonality(s, bases[k - 1])  # each has the shape of `condition`
+            measured = _orthogonality(s, bases[k - 1])  # each tensor in `measured` has the shape of `condition`
             for index in np.ndindex(condition.shape):
                 case = {"condition": condition[index].item(), "iteration": iteration, "num_iterations": k}
                 place = {"image": index[0], "head": index[1] + 1} if index else {}
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws two panels against K: the error at the ‖S‖₂ nearest to 1 for selected cond(M), and the largest error / bound."""
+    """Draws the error at the ‖S‖₂ nearest to 1, for selected cond(M), and the largest ratio of error to bound, against K."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

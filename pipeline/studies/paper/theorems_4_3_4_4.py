@@ -27,7 +27,7 @@ from pipeline.studies.lab import Lab, initialised_layers
 SIZES = ((16, 12, 3), (7, 16, 4))  # N, d, h
 SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-# Slopes are fitted to α up to this value. For such α, ‖S‖ < 0.05, so the α² term of ‖J₁‖ is below 5 % of the α term.
+# We fit slopes to the points with α up to this value. There, ‖S‖ < 0.05, so the α² term of ‖J₁‖ is below 5 % of the α term.
 FIT_BELOW = 1e-3
 # The fitted α span a factor of 1000. The α² term of ‖J₁‖ adds up to 5 %, so slopes change by up to log(1.05) / log(1000).
 SLOPE_TOLERANCE = 0.01

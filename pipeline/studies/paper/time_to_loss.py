@@ -1,6 +1,6 @@
 """Converts Section 5's comparisons of speed from epochs to seconds, using the ratio of two models' seconds per step.
 
-All models take the same number of steps per epoch. The claims are about epochs, so the ratios of seconds have no verdict.
+All models take the same number of steps per epoch. The claims are about epochs, so we do not judge the ratios of seconds.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, dict[str, float]]:
     """Returns the seconds of each model's training step, by machine, CPUs first.
 
-    Times on CPUs are for trained weights if the file has such times, and times on GPUs are for initial weights.
+    On a CPU, the times are for trained weights if the table has such times. On a GPU, the times are for initial weights.
     """
     timed = []
     for path in measured("step.csv"):

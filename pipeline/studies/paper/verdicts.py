@@ -2,8 +2,8 @@
 
 For the error rates, the true difference of two models equals a claim's limit, so every "reproduced" or "contradicted" is an
 error. For the power, the true accuracies are the accuracies in the paper's Table 2. The value of a run is normally
-distributed, with the standard deviation that claims.yaml declares. Some simulated runs do not start to learn.
-For the error rates, these are runs of both models. For the power, these are only runs of OSA (NS).
+distributed, with the standard deviation that claims.yaml declares. Some simulated runs fail: they do not start to
+learn. For the error rates, runs of both models can fail. For the power, only runs of OSA (NS) can fail.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from pipeline.studies.paper import CLAIMS_FILE
 from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
-FAILING = (0.0, 0.1)  # shares of runs that do not start to learn
-# A failing run's value is normally distributed: mean FAILED plus the second model's mean, standard deviation SCATTER.
+FAILING = (0.0, 0.1)  # assumed probabilities that a run fails, that is, does not start to learn
+# Mean and standard deviation of a failing run's value, relative to the mean of the second model of a comparison
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns how often the verdict is "reproduced": the error rate if the true difference is the limit, else the power."""
+    """Returns the rate of "reproduced". If the true difference equals the limit, this is the error rate, else the power."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the smallest odd m for which ρ^{m+1}/(m + 1)!, the leading error of e^Z's derivative, is at most eps/4."""
+    """Returns the least odd m for which ρ^{m+1}/(m + 1)!, the first term missing in e^Z's derivative, is at most eps/4."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2

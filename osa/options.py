@@ -216,7 +216,7 @@ def is_finite(number: Any) -> bool:
 
 
 class ModelOptions(TypedDict, total=False):
-    """The options of `ModelConfig` as keywords of `create_model`, for type checkers. A test checks that the two agree."""
+    """The options of `ModelConfig` as keywords of `create_model`, for type checkers. A test compares the two classes."""
 
     attention: AttentionKind
     skip: bool
@@ -291,7 +291,7 @@ _SHAPED: ModelOptions = {
 }
 _DKS: ModelOptions = _SHAPED | {"activation": "dks_gelu"}
 _ISO: ModelOptions = {"mlp_init": "isometric"}
-_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # gives skips the factor α = 0.98 at 36 blocks
+_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 on the skips of 36 blocks
 _UNIFORM: ModelOptions = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
 _EXPONENTIAL: ModelOptions = _UNIFORM | {"kernel": "exponential", "kernel_last": 0.05}
 

@@ -198,7 +198,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """Computes the gradients of query, key, value and scale. Second derivatives come from the plain route."""
+    """Computes the gradients of query, key, value and scale. Second derivatives come from plain PyTorch code."""
 
     @staticmethod
     def forward(operator: Operator, *arguments) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
 """Measures the time of orthogonal linear layers relative to a dense layer: `python -m pipeline benchmarks.orthogonal`.
 
 Each map of osa/constrained/orthogonal.py has three implementations: our parametrisation, torch's (which lacks Givens
-rotations), and the steps of a blog post, in pipeline/benchmarks/post.py. At each size, every round times all layers in a
+rotations), and the code of a blog post, in pipeline/benchmarks/post.py. At each size, every round times all layers in a
 new random order, and we divide each layer's time by the dense layer's time in the same round. The results go to
 orthogonal.csv and orthogonal.json in paper_outputs/benchmarks/HARDWARE/.
 """

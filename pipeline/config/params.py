@@ -340,7 +340,7 @@ class OpenChoice(Section):
     """A detail that the paper leaves open."""
 
     topic: str
-    paper: str | None  # what the paper says about a detail that it leaves open
+    paper: str | None  # what little the paper says about this detail
     ours: str  # our choice where the paper leaves a detail open
     key: str | None = None  # key in params.yaml that sets our choice
     instead: str | None = None  # what we tried in place of our choice

@@ -54,7 +54,7 @@ class Record(Section):
 
 
 class RunRecord(Record):
-    """The provenance of a run. The weights of the run lie outside `folder`."""
+    """The provenance of a run, in its folder. The run's weights lie elsewhere."""
 
     run_key: str
     study: str

@@ -74,7 +74,7 @@ class Results:
         return [curve for _, curve in own.groupby("seed")]
 
     def starting(self, name: str) -> list[int]:
-        """Returns the seeds of the finished runs that start to learn (see `starts`)."""
+        """Returns the seeds of the finished runs that have started to learn (see `starts`)."""
         return [int(curve["seed"].iloc[0]) for curve in self.curves_of_starting(name)]
 
     def accuracies_of_starting(self, name: str) -> list[float]:

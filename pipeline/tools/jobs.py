@@ -32,7 +32,7 @@ def missing(jobs: list[Job]) -> list[Job]:
 
 
 def is_trained(run: Run, config: RunConfig) -> bool:
-    """True if a run is current and was trained on the present data. A run of Table 2 must also have weights to evaluate."""
+    """True if a run has these settings and the present data. A run of Table 2 must also have weights to evaluate."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.ended_record().data_sha256 == source_digest(config.data.source)

@@ -154,7 +154,7 @@ def tell_of_interrupted() -> None:
 def refuse_hidden(outputs: list[str]) -> None:
     """Raises UserError if flags in git's index keep `changed_paths` from seeing changed outputs.
 
-    A sparse checkout sets one of these flags, skip-worktree, on absent files. Such files raise no error.
+    A sparse checkout sets one of these flags, skip-worktree, on absent files, which are allowed.
     """
     hidden: dict[str, list[str]] = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):
@@ -246,7 +246,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns `path`'s topmost folder that holds one run or is not in `known`. If no folder qualifies, returns `path`."""
+    """Returns the topmost folder above `path` that is a run's or is not in `known`, or `path` if there is no such folder."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

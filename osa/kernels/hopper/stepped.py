@@ -141,9 +141,10 @@ def gram_norm(b_qq, b_qk, b_kk):
 
 @triton.jit
 def balance(b_qq, b_qk, b_kk):
-    """Returns γ of the columns of Q and of K, and σ. For a pair (j, p), column j of M R is σ_j (m_j − γ_j m_p).
+    """Returns γ for the columns of Q and of K, and σ. Column j of M R is σ_j (m_j − γ_j m_p), where M = [Q, K].
 
-    γ is 0 for the longer column of a pair. σ_j is a power of two, and σ_p = 1/σ_j.
+    A column of Q and the same column of K are a pair (j, p). The longer of the two has γ = 0. σ_j is a power of two,
+    and σ_p = 1/σ_j.
     """
     is_diagonal = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]
     b_q2, b_k2 = tl.sum(tl.where(is_diagonal, b_qq, 0.0), 0), tl.sum(tl.where(is_diagonal, b_kk, 0.0), 0)

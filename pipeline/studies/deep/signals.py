@@ -224,7 +224,7 @@ def doubling_alpha(model: VisionTransformer, images: Tensor, cotangent: Tensor, 
 def first_gradient(model: VisionTransformer, images: Tensor, cotangent: Tensor, alpha: float) -> float:
     """Returns ‖∂⟨U, X_L⟩/∂θ‖₂ over the first block's value, output and MLP weights, where U is `cotangent`, (images, N, d).
 
-    ⟨U, X_L⟩ is linear in the last block's output X_L. Unlike a loss, ⟨U, X_L⟩ never saturates and gives images equal weight.
+    ⟨U, X_L⟩ is linear in the last block's output X_L. Unlike a loss, it never saturates, and all images have equal weight.
     """
     model.zero_grad()
     blocks = blocks_of(model)
@@ -266,7 +266,7 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 def of_alpha(table: pd.DataFrame) -> dict:
     """Returns numbers that describe the α that doubles the gradient.
 
-    slopes                  the exponent a of α ∝ Lᵃ under "depth", and the exponent b of α ∝ (‖X‖₂²)ᵇ under "patch"
+    slopes                  the exponent a of α ∝ Lᵃ over depths, and the exponent b of α ∝ (‖X‖₂²)ᵇ over patch sizes
     bound_low, bound_high   minimum and maximum of 2 L ‖X‖₂² α/√d_v
     """
     slopes = {}

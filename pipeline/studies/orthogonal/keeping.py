@@ -25,7 +25,7 @@ from pipeline.training import loop
 
 KEPT_WITHIN = 1e-5  # maximum ‖WᵀW − I‖₂ of constrained weights in float32
 REFERENCE, BASELINES = "osa_exact", ("osa_exact", "vit")  # runs of the study `first_reading`
-# The target loss is the lowest train loss of REFERENCE from the start until this fraction of its training.
+# The target loss is the lowest train loss that REFERENCE reaches in this first fraction of its training.
 OF_TRAINING = 0.5
 CLAIMS: tuple[str, ...] = ("keeping_helps", "keeping_speeds", "joint_helps", "joint_speeds", "soft_is_enough")
 CLAIMS += ("rotations_are_enough", "rotations_replace_norm", "muon_speeds", "muon_helps")

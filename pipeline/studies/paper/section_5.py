@@ -152,7 +152,7 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the `epoch` of `epoch_ratios` from which on every ratio is below 1, so that the first model is ahead.
+    """Returns the first `epoch` of `epoch_ratios` from which all ratios are below 1: the first model is ahead.
 
     Returns None if the last ratio is not below 1, or if there are no ratios.
     """

@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws the error at the ‖S‖₂ nearest to 1, for selected cond(M), and the largest ratio of error to bound, against K."""
+    """Draws against K the error at the ‖S‖₂ nearest to 1, for selected cond(M), and the largest ratio of error to bound."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

@@ -26,11 +26,6 @@ def main() -> None:
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args(params.without_stage(sys.argv[1:]))
 
-    from pipeline.training.loop import configure_torch  # imports torch, which is slow
-    from pipeline.training.recorder import train
-
-    before = provenance.process_seconds()
-    configure_torch()
     overrides = params.parse_overrides(arguments.set)
     settings, study = params.load(), arguments.study or (TRIES if overrides else TABLE_2)
     if study in (TABLE_2, TRIES):
@@ -39,6 +34,13 @@ def main() -> None:
         watch, reading = studies.get(study).watch, studies.reading_of(study)
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides, reading)
     run = Run(arguments.variant, arguments.seed, study, overrides)
+
+    # These modules import torch, which is slow: a mistake in the settings has been reported by now.
+    from pipeline.training.loop import configure_torch
+    from pipeline.training.recorder import train
+
+    before = provenance.process_seconds()
+    configure_torch()
     record = train(run, config, watch=watch, eager=arguments.eager, seconds_before=before)
     begun = time.perf_counter()
     if not arguments.no_tracking:

@@ -421,22 +421,22 @@ def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd):
     monkeypatch.setenv("RAY_worker_niceness", "0")  # not 15, which starves next to other tests
     from ray.cluster_utils import Cluster
 
-    write_params(run=BOTH | {"seeds": [0, 1]})
+    write_params(run=BOTH | {"seeds": [1]})
     # an address of this machine; Ray replaces 127.0.0.1 by an outer one
     options = {"num_cpus": 1, "num_gpus": 1, "node_ip_address": "127.0.0.2"}
     nodes = Cluster(initialize_head=True, head_node_args=options | {"include_dashboard": False})
     try:
         node = nodes.add_node(**options)
         jobs, came = [*missing(), watched_run()], []
-        for runs in cluster.train(jobs, nodes.address, per_gpu=1, seconds=2):
+        for runs in cluster.train(jobs, nodes.address, per_gpu=1, seconds=1):
             came += runs
-            if node and came:
-                nodes.remove_node(node, allow_graceful=False)  # in the middle of a training
+            if node:
+                nodes.remove_node(node, allow_graceful=False)  # in the middle of a training: each takes more than a second
                 node = None
     finally:
         nodes.shutdown()
     assert "state-dump" not in "".join(capfd.readouterr())
-    assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 5
+    assert sorted(map(str, came)) == sorted(str(run) for run, _ in jobs) and len(came) == 3
     assert fan_out.missing(jobs) == [] and watched_run()[0].files["watched"].exists()
     assert Run("vit", 1).record().commits == [provenance.describe_commit()["git_commit"]]
     there = outputs(Run("osa_exact", 1))

@@ -218,9 +218,12 @@ def test_every_model_of_table_2_has_figure_1_and_the_report_as_they_are_now(data
 @pytest.fixture
 def trained(folder, database):
     """Real weights of OSA (QR) and ViT with seed 0, of which the second has diverged."""
-    synthetic.write_project(
-        folder, lambda raw: raw["run"].update(variants=["osa_qr", "vit"]), seeds=[0], diverged=[("vit", 0)]
-    )
+
+    def two_models_of_a_block(raw):
+        raw["run"]["variants"] = ["osa_qr", "vit"]
+        raw["model"]["depth"] = 1
+
+    synthetic.write_project(folder, two_models_of_a_block, seeds=[0], diverged=[("vit", 0)])
     for path in folder.glob("paper_outputs/runs/*/*/*/record.json"):
         count = len((path.parent / "history.csv").read_text().splitlines()) - 1
         synthetic.rewrite(path.parent, timestamps=list(range(count)))
@@ -504,7 +507,7 @@ def test_a_store_that_cannot_be_used_says_why_and_is_never_to_be_deleted(databas
         assert "wait" in error()
 
 
-def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(folder, monkeypatch, capfd):
+def test_a_training_that_has_ended_is_brought_alone_or_a_warning_says_why_not(folder, database, monkeypatch, capfd):
     for seed in (0, 1):
         Run("vit", seed, [0.1, 0.5]).finish()
     tracking.sync_quietly("table_2/vit/0")
@@ -566,11 +569,11 @@ def test_artifacts_lie_beside_the_database_that_several_clones_share(folder, mon
     assert store.artifacts() == (folder.parent / "second/mlartifacts").as_uri()
 
 
-def test_a_model_that_a_notebook_left_active_takes_no_metrics(folder, monkeypatch):
+def test_a_model_that_a_notebook_left_active_takes_no_metrics(folder, database, empty_database, monkeypatch):
     Run("vit", 0, [0.1, 0.5]).finish()
     mlflow.tracking.fluent._set_active_model_id("m-0123456789abcdef0123456789abcdef")  # as load_model does
     assert sync() == (1, 1)
-    Path("mlflow.db").unlink()
+    shutil.copy(empty_database, folder)
     for variable in ("MLFLOW_ACTIVE_MODEL_ID", "_MLFLOW_ACTIVE_MODEL_ID"):
         monkeypatch.setenv(variable, "m-0123456789abcdef0123456789abcdef")
     done = subprocess.run([sys.executable, "-m", "pipeline.tracking", "sync"], capture_output=True, text=True)

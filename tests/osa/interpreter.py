@@ -20,14 +20,15 @@ def quick():
     """The interpreter fit for NumPy 2.4, and quick.
 
     It keeps a scalar as an array of one entry, which NumPy no longer takes for an index; it looks for the overflow of each
-    sum of integers; it patches Triton's language again whenever a function is called; and it finds the type of every tuple,
-    which nothing needs. It truncates to bfloat16, multiplies matrices of bfloat16 as if they were integers, and rounds a
+    sum of integers; it patches Triton's language again whenever a function is called; it finds the type of every tuple, which
+    nothing needs; and it works out the shape of every tensor and type anew. It truncates to bfloat16, multiplies matrices of bfloat16 as if they were integers, and rounds a
     fused product before the sum, where the device does not.
     """
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     run, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder
     create_dot, find_numpy_type = type(builder).create_dot, interpreter._get_np_dtype
-    patched, no_type, numpy_types = set(), core.tuple_type([]), {}
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    patched, no_type, numpy_types, blocks, tensors = set(), core.tuple_type([]), {}, {}, {}
 
     def patch_tensor_and_index(tensor, scope):
         patch_tensor(tensor, scope)
@@ -49,6 +50,19 @@ def quick():
             numpy_types[name] = find_numpy_type(kind)
         return numpy_types[name]
 
+    def block(self, element_ty, shape):
+        key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        vars(self).update(blocks[key])
+
+    def tensor(self, handle, type):
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self)
+        vars(self).update(tensors[type.name], handle=handle, type=type)
+
     def convert(data, source, target, rounding):
         is_wide = source == core.float32
         wide = data if is_wide else (data.astype(np.uint32) << 16).view(np.float32)
@@ -68,6 +82,8 @@ def quick():
         patch.setattr(interpreter, "_patch_lang", patch_once)
         patch.setattr(interpreter.GridExecutor, "__call__", run_from_scratch)
         patch.setattr(core, "_type_for_tuple_values", lambda values, fields=None: no_type)
+        patch.setattr(core.block_type, "__init__", block)
+        patch.setattr(core.tensor, "__init__", tensor)
         patch.setattr(interpreter, "_convert_float", convert)
         patch.setattr(interpreter, "_get_np_dtype", numpy_type)
         patch.setattr(type(builder), "create_dot", dot)

@@ -2,11 +2,14 @@
 
 import gc
 import os
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import hypothesis
 import pytest
+
+from tests import warm
 
 # Otherwise each of the many processes that tests start would compile all modules again. Some machines set this variable.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -58,3 +61,16 @@ def environment_restored():
     """Restores os.environ after a test, as libraries write to it: mlflow.set_tracking_uri sets a variable."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory):
+    with warm.started(tmp_path_factory.mktemp("warm")) as program:
+        yield program
+
+
+@pytest.fixture
+def starts_warm(warm_python, monkeypatch):
+    """Processes that a test starts as `python` or by sys.executable have imported the libraries."""
+    monkeypatch.setattr(sys, "executable", str(warm_python))
+    monkeypatch.setenv("PATH", f"{warm_python.parent}{os.pathsep}{os.environ['PATH']}")

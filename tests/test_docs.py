@@ -144,6 +144,7 @@ def test_snippets_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("starts_warm")
 def test_ones_own_images_are_trained_on(tmp_path, monkeypatch):
     """The section's code and commands, with the values that it names in params.yaml."""
     monkeypatch.chdir(tmp_path)

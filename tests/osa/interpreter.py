@@ -20,9 +20,9 @@ def quick():
     """The interpreter fit for NumPy 2.4, and quick.
 
     It keeps a scalar as an array of one entry, which NumPy no longer takes for an index; it looks for the overflow of each
-    sum of integers; it patches Triton's language again whenever a function is called; it finds the type of every tuple, which
-    nothing needs; and it works out the shape of every tensor and type anew. It truncates to bfloat16, multiplies matrices of bfloat16 as if they were integers, and rounds a
-    fused product before the sum, where the device does not.
+    sum of integers; it patches Triton's language again whenever a function is called; it finds the type of every tuple,
+    which nothing needs; and it works out the shape of every tensor anew. It truncates to bfloat16, multiplies matrices of
+    bfloat16 as if they were integers, and rounds a fused product before the sum, where the device does not.
     """
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
     run, builder = interpreter.GridExecutor.__call__, interpreter.interpreter_builder

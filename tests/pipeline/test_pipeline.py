@@ -1,7 +1,6 @@
 """The whole pipeline by `dvc`, in a clone of the paper's part with small models and the sample as data, as a story of edits.
 
-DVC runs in this process and hands each stage to a Python that has the libraries imported already, and forks: the stages are
-many, and importing torch takes longer than most of them. Trainings are not tracked and figures stay empty, as MLflow and
+DVC runs in this process, and its stages in a warm Python. Trainings are not tracked and figures stay empty, as MLflow and
 matplotlib would take longer than all else.
 """
 
@@ -23,28 +22,6 @@ LITERAL = Path("paper_outputs/runs/stability/osa_qr_literal")
 COMMITTED = ("paper_outputs/benchmarks/", "paper_outputs/studies/", f"{LITERAL}/")  # the clone makes the others itself
 BEYOND = ("pipeline/studies/deep/", "pipeline/studies/orthogonal/")
 RUN, WEIGHTS = Path("paper_outputs/runs/table_2/vit/0"), "paper_outputs/weights/table_2/vit/0.safetensors"
-FORKS = """
-import gc, importlib, json, os, runpy, sys
-for name in "dvc.repo jinja2 markdown_it matplotlib.figure pandas pydantic ruamel.yaml scipy.stats torch._dynamo".split():
-    importlib.import_module(name)
-from matplotlib.figure import Figure
-Figure.savefig = lambda figure, file, **_: file.write(b"<svg></svg>")
-gc.freeze()
-for line in sys.stdin:
-    module, arguments, folder, environment = json.loads(line)
-    if process := os.fork():
-        print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
-        continue
-    os.dup2(os.open(environment["LOG"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os.dup2(2, 1)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv[1:] = arguments
-    sys.path.insert(0, folder)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit()
-"""
 
 
 def make_clone(folder: Path) -> None:
@@ -57,6 +34,8 @@ def make_clone(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
     edit(folder / "params.yaml", make_small)
     edit(folder / "dvc.yaml", keep_one_study)
+    figures = folder / "pipeline/report/figures.py"
+    replace(figures, "figure.savefig(buffer, format=kind, dpi=200, metadata=metadata)", 'buffer.write(b"<svg></svg>")')
     for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "start"]):
         subprocess.run(["git", *command], cwd=folder, check=True)
 
@@ -67,6 +46,12 @@ def edit(path: Path, change) -> None:
     raw = yaml.load(path)
     change(raw)
     yaml.dump(raw, path)
+
+
+def replace(path: str | Path, before: str, after: str) -> None:
+    text = Path(path).read_text(encoding="utf-8")
+    assert text.count(before) == 1
+    Path(path).write_text(text.replace(before, after), encoding="utf-8")
 
 
 def make_small(raw: dict) -> None:
@@ -101,9 +86,10 @@ def isolate(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clone(tmp_path, monkeypatch):
+def clone(tmp_path, monkeypatch, warm_python):
     """A clone as working directory."""
     isolate(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", f"{warm_python.parent}{os.pathsep}{os.environ['PATH']}")
     make_clone(tmp_path / "clone")
     monkeypatch.chdir(tmp_path / "clone")
 
@@ -111,8 +97,8 @@ def clone(tmp_path, monkeypatch):
 class Dvc:
     """DVC in this process. `stages` are the commands of the last one that it ran, without `python -m pipeline`"""
 
-    def __init__(self, forks: subprocess.Popen, patch: pytest.MonkeyPatch) -> None:
-        self.stages, self.forks = [], forks
+    def __init__(self, python: Path, patch: pytest.MonkeyPatch) -> None:
+        self.stages, self.python = [], python
         patch.setattr("dvc.stage.run._run", self._run)
 
     def _run(self, executable: str, command: str, *, cwd: str, env: dict[str, str], **_) -> None:
@@ -122,9 +108,10 @@ class Dvc:
         assert (python, option, module) == ("python", "-m", "pipeline")
         self.stages.append(" ".join(arguments))
         arguments += ["--no-tracking"] if arguments[0] == "train" else []
-        print(json.dumps([module, arguments, cwd, env]), file=self.forks.stdin, flush=True)
-        if status := int(self.forks.stdout.readline()):
-            raise StageCmdFailedError(command, status)
+        with open(os.environ["LOG"], "a", encoding="utf-8") as log:
+            done = subprocess.run([self.python, option, module, *arguments], cwd=cwd, env=env, stdout=log, stderr=log)
+        if done.returncode:
+            raise StageCmdFailedError(command, done.returncode)
 
     def __call__(self, *arguments: str, status: int = 0) -> list[str]:
         from dvc.cli import main
@@ -145,40 +132,27 @@ class Dvc:
 
 
 @pytest.fixture(scope="module")
-def forks():
-    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forks:
-        yield forks
-        forks.stdin.close()
-
-
-@pytest.fixture(scope="module")
-def reproduced(tmp_path_factory, forks):
+def reproduced(tmp_path_factory, warm_python):
     """A clone after its first `dvc repro`, and the stages that it ran."""
     folder = tmp_path_factory.mktemp("reproduced")
     with pytest.MonkeyPatch.context() as patch:
         isolate(folder, patch)
         make_clone(folder / "clone")
         patch.chdir(folder / "clone")
-        return folder / "clone", Dvc(forks, patch)("repro")
+        return folder / "clone", Dvc(warm_python, patch)("repro")
 
 
 @pytest.fixture
-def dvc(reproduced, forks, tmp_path, monkeypatch):
+def dvc(reproduced, warm_python, tmp_path, monkeypatch):
     """DVC in a copy of the reproduced clone, which is the working directory."""
     isolate(tmp_path, monkeypatch)
     shutil.copytree(reproduced[0], tmp_path / "clone", symlinks=True)
     monkeypatch.chdir(tmp_path / "clone")
-    return Dvc(forks, monkeypatch)
+    return Dvc(warm_python, monkeypatch)
 
 
 def results() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path("paper_outputs").rglob("*") if path.is_file()}
-
-
-def replace(path: str, before: str, after: str) -> None:
-    text = Path(path).read_text(encoding="utf-8")
-    assert text.count(before) == 1
-    Path(path).write_text(text.replace(before, after), encoding="utf-8")
 
 
 def habits() -> list[str]:

@@ -101,6 +101,7 @@ def test_a_run_of_another_configuration_in_the_place_of_a_studys_is_refused(proj
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("starts_warm")
 def test_a_broken_study_stops_no_training_and_no_other_study(tmp_path):
     """One study of a copy of the code is no Python."""
     for path in subprocess.check_output(

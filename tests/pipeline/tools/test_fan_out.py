@@ -34,7 +34,7 @@ BOTH = {"variants": ["vit", "osa_exact"], "seeds": [0]}
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, starts_warm):
     """Small models of two kinds, and no study."""
     shutil.copy(synthetic.ROOT / "dvc.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -39,6 +39,7 @@ def edit(old: str, new: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("starts_warm")
 def test_all_is_done_shown_and_up_to_date(root, capfd):
     edit("[osa_qr, vit, vit_noskip, vit_noskip_nonorm]", "[osa_qr, vit]")
     for old, new in {"size: 7": "size: 14", "dim: 32": "dim: 8", "depth: 3": "depth: 2", "epochs: 8": "epochs: 1"}.items():

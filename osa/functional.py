@@ -163,26 +163,31 @@ def _checked_scale(
     """Checks the arguments, and returns the scale or its default."""
     check_method(method, num_iterations, epsilon)
     if method in ("qr", "qr_literal") and goes_to_onnx():
-        raise ValueError(f'ONNX has no QR decomposition: export with method="exact", which is the function of {method!r}')
+        raise ValueError(
+            f'ONNX has no QR decomposition: export with method="exact", which computes the same function as {method!r}'
+        )
     if method == "cayley" and goes_to_onnx():
         raise ValueError('ONNX has no linear solver, which "cayley" needs: train and export with method="exact"')
     if query.shape[-2:] != key.shape[-2:]:
-        raise ValueError(f"query and key must agree in (N, d), not {tuple(query.shape[-2:])} and {tuple(key.shape[-2:])}")
+        raise ValueError(
+            "query and key must have the same last two dimensions (N, d), not "
+            f"{tuple(query.shape[-2:])} and {tuple(key.shape[-2:])}"
+        )
     if value.shape[-2] != key.shape[-2]:
-        raise ValueError(f"value must have as many tokens as key, {key.shape[-2]}, not {value.shape[-2]}")
+        raise ValueError(f"value must have as many tokens as key ({key.shape[-2]}), not {value.shape[-2]}")
     batches = [tuple(x.shape[:-2]) for x in (query, key, value)]
     try:
         batch = torch.broadcast_shapes(*batches)
     except RuntimeError:
-        raise ValueError(f"the batch dimensions of query, key and value must broadcast, not {batches}") from None
+        raise ValueError(f"the batch dimensions of query, key and value must be broadcastable, but are {batches}") from None
     if scale is None:
         return 1 / math.sqrt(query.shape[-1] or 1)  # if d is 0, S is 0 at any scale
     if not isinstance(scale, (Tensor, Real)) or (isinstance(scale, Tensor) and scale.is_complex()):
-        raise TypeError(f"scale must be a real number or a tensor of them, not {scale!r}")
+        raise TypeError(f"scale must be a real number or a tensor of real numbers, not {scale!r}")
     if not isinstance(scale, Tensor):
         dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), torch.float32)
         if not abs(scale) <= torch.finfo(dtype).max:
-            raise ValueError(f"scale must be a number that {dtype} holds, not {scale!r}")
+            raise ValueError(f"scale must be a finite number that fits in {dtype}, not {scale!r}")
     elif scale.device != query.device:
         raise ValueError(f"scale must be on the device of the query, {query.device}, not {scale.device}")
     elif scale.dim():
@@ -192,6 +197,7 @@ def _checked_scale(
             fits = False
         if not fits:
             raise ValueError(
-                f"scale must broadcast against {(*batch, 1, 1)} with two last dimensions of 1, not {tuple(scale.shape)}"
+                f"scale must have a shape that ends in (1, 1) and is broadcastable to {(*batch, 1, 1)}, not "
+                f"{tuple(scale.shape)}"
             )
     return scale

@@ -201,8 +201,9 @@ def init_signal_preserving_attention_(
     Raises:
         ValueError: query_key or value_out is unknown.
     """
-    if query_key not in QUERY_KEY or value_out not in VALUE_OUT:
-        raise ValueError(f"choose query_key of {', '.join(QUERY_KEY)} and value_out of {', '.join(VALUE_OUT)}")
+    for option, chosen, choices in (("query_key", query_key, QUERY_KEY), ("value_out", value_out, VALUE_OUT)):
+        if chosen not in choices:
+            raise ValueError(f"{option} {chosen!r} is unknown; choose one of {', '.join(choices)}")
     drawn, other = attention.key, attention.query
     if query_key == "zero_key":
         drawn, other = other, drawn

@@ -74,7 +74,10 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
         def dropout_p(self) -> float:
             if type(self.attn_drop) not in (nn.Dropout, nn.Identity):
-                raise ValueError(f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: exp(S) is not changed")
+                raise ValueError(
+                    f"attn_drop must be nn.Dropout or nn.Identity, not {self.attn_drop}: orthogonal attention cannot apply "
+                    "another module to exp(S)"
+                )
             return self.attn_drop.p if self.training and isinstance(self.attn_drop, nn.Dropout) else 0.0
 
         def extra_repr(self) -> str:
@@ -128,7 +131,9 @@ def register_with_transformers(
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ValueError(f'name must be a word such as "osa", not {name!r}')
     if _is_another(name):
-        raise ValueError(f'name {name!r} is another attention of transformers: choose one of your own, such as "osa"')
+        raise ValueError(
+            f'the name {name!r} is taken by another attention in transformers: choose a name of your own, such as "osa"'
+        )
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
     configurations: Any = PreTrainedConfig  # Any, because the class declares no such attribute
@@ -159,12 +164,12 @@ def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()
 
     registered: Any = AttentionInterface().get(name)
     if not _is_ours(registered):
-        raise ValueError(f"name {name!r} is not registered: call register_with_transformers({name!r}) before")
+        raise ValueError(f"the name {name!r} is not registered: call register_with_transformers({name!r}) first")
     config: Any = model.config
     known = _parts(config)
     for part in parts:
         if part not in known:
-            raise ValueError(f"parts has {part!r}, and the model has {', '.join(known) or 'no parts'}")
+            raise ValueError(f"parts names {part!r}, which does not exist: the model has {', '.join(known) or 'no parts'}")
     chosen = dict.fromkeys(parts, name) or name
     model.set_attn_implementation(chosen)  # type: ignore[operator]  # transformers has no types for its models
     _, options, alpha = registered.args
@@ -238,7 +243,7 @@ def _attend(
     """The registered function. Returns A V of each head (B, N, h, d_v), and A (B, h, N, N) if `output_attentions`."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
-            raise ValueError(f"{argument} is refused: exp(S) has no logits for it to change")
+            raise ValueError(f"{argument} is not supported: orthogonal attention has no softmax logits for it to change")
     _check_saved(module.config, name, {**options, "alpha": alpha})
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     scale = alpha * (scaling or 1 / math.sqrt(query.shape[-1]))
@@ -262,8 +267,9 @@ def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
     if saved != settings:
         given = ", ".join(f"{option}={chosen!r}" for option, chosen in saved.items())
         raise ValueError(
-            f"the model's attention is another one than {name!r} is now: register_with_transformers({name!r}, {given}), or "
-            f"take the new one by set_attention(model, {name!r})"
+            f"the attention settings in the model's configuration differ from those registered as {name!r}: call "
+            f"register_with_transformers({name!r}, {given}) to use the model's settings, or set_attention(model, {name!r}) "
+            "to use the registered ones"
         )
 
 

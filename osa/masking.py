@@ -12,14 +12,17 @@ def check_tensors(*tensors: Tensor) -> None:
     """Raises TypeError or ValueError unless query, key and value are dense floating-point tensors on one device."""
     for x in tensors:
         if not isinstance(x, Tensor):
-            raise TypeError(f"query, key and value must be tensors, not {type(x).__name__}: torch.as_tensor makes them")
+            raise TypeError(f"query, key and value must be tensors, not {type(x).__name__}: use torch.as_tensor")
         if x.is_nested:
-            raise ValueError("nested tensors are refused: give osa.orthogonal_attention_varlen their values() and offsets()")
+            raise ValueError(
+                "nested tensors are not supported: pass their values() and offsets() to osa.orthogonal_attention_varlen"
+            )
         if x.dim() < 2:
             raise ValueError("query, key and value need at least two dimensions, (..., N, d)")
         if x.dtype not in DTYPES:
             raise ValueError(
-                f"query, key and value must be floating-point, of 16, 32 or 64 bits, not {x.dtype}: x.float() is float32"
+                f"query, key and value must be 16-, 32- or 64-bit floating-point tensors, not {x.dtype}: convert them, for "
+                "example with .float()"
             )
         if x.device != tensors[0].device:
             raise ValueError(f"query, key and value must be on one device, not {tensors[0].device} and {x.device}")
@@ -29,13 +32,13 @@ def check_dropout_and_causal(dropout_p: float, is_causal: bool) -> None:
     """Raises ValueError for dropout and for a causal mask, because with either, attention would not be orthogonal."""
     if is_causal:
         raise ValueError(
-            "is_causal=True is refused: a causal attention matrix is triangular, and only diagonal ones among these are "
-            "orthogonal, so that no token would read another"
+            "is_causal=True is not supported: a causal attention matrix is triangular, and a triangular matrix is "
+            "orthogonal only if it is diagonal, so no token could attend to another"
         )
     if dropout_p != 0:
         raise ValueError(
-            f"dropout_p must be 0, not {dropout_p}: exp(S) without some of its entries is not orthogonal; "
-            "drop out the output instead"
+            f"dropout_p must be 0, not {dropout_p}: with entries dropped, exp(S) would not be orthogonal; apply dropout to "
+            "the output instead"
         )
 
 
@@ -53,10 +56,11 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
     """
     num_tokens = query.shape[-2]
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attn_mask must be a boolean tensor, not {type(mask).__name__}: torch.as_tensor makes one")
+        raise TypeError(f"attn_mask must be a boolean tensor, not {type(mask).__name__}: use torch.as_tensor")
     if mask.dtype != torch.bool:
         raise ValueError(
-            f"attn_mask must be boolean, not {mask.dtype}: exp(S) has no softmax, to whose logits a mask could be added"
+            f"attn_mask must be boolean, not {mask.dtype}: orthogonal attention has no softmax logits to which a mask could "
+            "be added"
         )
     if mask.device != query.device:
         raise ValueError(f"attn_mask must be on the device of the query, {query.device}, not {mask.device}")
@@ -69,12 +73,12 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
         torch.broadcast_shapes(mask.shape[:-2], query.shape[:-2])
     except RuntimeError:
         batches = f"{tuple(mask.shape[:-2])} and {tuple(query.shape[:-2])}"
-        raise ValueError(f"the batch dimensions of attn_mask and query must broadcast, not {batches}") from None
+        raise ValueError(f"the batch dimensions of attn_mask and query must be broadcastable, but are {batches}") from None
     first = mask[..., :1, :]  # (..., 1, N)
     if mask.shape[-2] > 1:
         check_condition(
             (mask == first).all(),
-            "attn_mask must leave out whole tokens, with equal rows: without single entries exp(S) is not orthogonal",
+            "attn_mask must mask whole tokens, with equal rows: with single entries masked, exp(S) would not be orthogonal",
         )
     left_out = ~first.mT  # (..., N, 1)
     return query.masked_fill(left_out, 0), key.masked_fill(left_out, 0)
@@ -96,5 +100,7 @@ def repeat_heads(query: Tensor, other: Tensor) -> Tensor:
     """
     heads, others = (x.shape[-3] if x.dim() > 2 else 0 for x in (query, other))
     if min(query.dim(), other.dim()) < 3 or (heads % others if others else heads):
-        raise ValueError(f"enable_gqa needs a number of key and value heads that divides the query's {heads}, not {others}")
+        raise ValueError(
+            f"with enable_gqa, the number of key and value heads must divide the query's {heads} heads, but is {others}"
+        )
     return other.repeat_interleave(heads // others, dim=-3) if others else other

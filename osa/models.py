@@ -158,10 +158,10 @@ def build_vit(
     if config is None:
         for name in options:
             if name not in FIELDS:
-                raise TypeError(f"{name} is no option of a model; {did_you_mean(name, FIELDS)}")
+                raise TypeError(f"model option {name!r} is unknown; {did_you_mean(name, FIELDS)}")
         config = ModelConfig(**options)
     elif options:
-        raise TypeError(f"build_vit takes a configuration or options: leave out {', '.join(options)}")
+        raise TypeError(f"build_vit takes either a configuration or options, not both: leave out {', '.join(options)}")
     make_attention, init_attention_ = ATTENTION[config.attention](config)
     activation, *moments = ACTIVATION[config.activation](config.depth)
     init_mlp_ = MLP_INIT[config.mlp_init](config, *moments)

@@ -80,16 +80,22 @@ class SelfAttention(nn.Module):
     def _check(self, x: Tensor, num_outputs: int | None, *others: Tensor) -> None:
         """Raises the errors that `forward` documents, except those about the mask."""
         if others or isinstance(num_outputs, Tensor):
-            raise ValueError("self-attention has one input, of which it makes query, key and value: call it as layer(x)")
+            raise ValueError(
+                "self-attention takes one input, from which it computes query, key and value: call it as layer(x)"
+            )
         if not isinstance(x, Tensor):
-            raise TypeError(f"the tokens must be a tensor, not {type(x).__name__}: torch.as_tensor makes one")
+            raise TypeError(f"the tokens must be a tensor, not {type(x).__name__}: use torch.as_tensor")
         if x.is_nested:
             raise ValueError(
-                "nested tensors are refused: torch.nested.to_padded_tensor pads them, and attn_mask leaves it out"
+                "nested tensors are not supported: pad them with torch.nested.to_padded_tensor, and mask the padding with "
+                "attn_mask"
             )
         if x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
             d = self.embed_dim
-            raise ValueError(f"the tokens must be floating-point, (B, N, {d}) or (N, {d}), not {x.dtype}, {tuple(x.shape)}")
+            raise ValueError(
+                f"the tokens must be a floating-point tensor of shape (B, N, {d}) or (N, {d}), not {x.dtype} of shape "
+                f"{tuple(x.shape)}"
+            )
 
 
 def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -103,18 +109,20 @@ def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | No
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
     """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns a mask with more dimensions unchanged."""
     if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: torch.as_tensor makes one")
+        raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: use torch.as_tensor")
     if attn_mask.dim() > 2:
         return attn_mask
     if attn_mask.shape != x.shape[:-1] or attn_mask.dtype != torch.bool:
-        expected, given = tuple(x.shape[:-1]), f"{attn_mask.dtype}, {tuple(attn_mask.shape)}"
-        raise ValueError(f"attn_mask must be boolean, {expected}, or have three dimensions or more, not {given}")
+        expected, given = tuple(x.shape[:-1]), f"{attn_mask.dtype} of shape {tuple(attn_mask.shape)}"
+        raise ValueError(
+            f"attn_mask must be a boolean tensor of shape {expected}, or of three or more dimensions, not {given}"
+        )
     if is_eager() and attn_mask.dim() == 2 and attn_mask.shape[0] == attn_mask.shape[1] > 1:
         lower = torch.ones_like(attn_mask).tril()
         check_condition(
             (attn_mask != lower).any() & (attn_mask == lower).any(),  # False for the triangle and for its complement
-            "attn_mask is a triangle, which could be a causal mask, (N, N), or padding, (B, N): write attn_mask[None] or "
-            "attn_mask[:, None, None]",
+            "attn_mask is triangular, so it could be a causal mask (N, N) or a padding mask (B, N): pass attn_mask[None] "
+            "for a causal mask, or attn_mask[:, None, None] for a padding mask",
         )
     return attn_mask[..., None, None, :]
 
@@ -290,8 +298,8 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
         """
         if not (query is key is value):
             raise ValueError(
-                "query, key and value must be one tensor, as in attention(x, x, x): query and key of exp(S) have the same "
-                "tokens, so that there is no cross-attention"
+                "query, key and value must be the same tensor, as in attention(x, x, x): orthogonal attention needs queries "
+                "and keys of the same tokens, so it does not support cross-attention"
             )
         check_tensors(query)
         check_dropout_and_causal(0.0, is_causal)
@@ -325,15 +333,16 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 def _kept_entries(name: str, mask: Tensor, shape: Sequence[int]) -> Tensor:
     """Checks a mask in the format of `nn.MultiheadAttention`, and returns a boolean mask that is False for padding."""
     if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: torch.as_tensor makes one")
+        raise TypeError(f"{name} must be a tensor, not {type(mask).__name__}: use torch.as_tensor")
     if mask.shape != torch.Size(shape) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        given = f"{mask.dtype}, {tuple(mask.shape)}"
-        raise ValueError(f"{name} must be boolean or floating-point, {tuple(shape)}, not {given}")
+        given = f"{mask.dtype} of shape {tuple(mask.shape)}"
+        raise ValueError(f"{name} must be a boolean or floating-point tensor of shape {tuple(shape)}, not {given}")
     if mask.dtype == torch.bool:
         return ~mask
     check_condition(
         ((mask == 0) | (mask == -math.inf)).all(),
-        f"{name} must be 0 or −∞ everywhere: exp(S) has no softmax, to whose logits other numbers could be added",
+        f"{name} must be 0 or −∞ everywhere: orthogonal attention has no softmax logits to which other numbers could be "
+        "added",
     )
     return mask == 0
 

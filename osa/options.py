@@ -100,7 +100,7 @@ class Initialisation:
     patch_embedding: LinearInit = "xavier"
     """"xavier", "torch" (PyTorch's default) or "lecun" (Flax's)."""
     head: HeadInit = "xavier"
-    """A choice for `patch_embedding`, or "zeros"."""
+    """"xavier", "torch" or "lecun", as for `patch_embedding`, or "zeros"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +145,13 @@ class ModelConfig(Sizes, Initialisation, Architecture):
         if self.image_size % self.patch_size:
             raise ValueError(f"patch_size {self.patch_size} must divide image_size {self.image_size}")
         if int(self.embed_dim * self.mlp_ratio) < 1:
-            raise ValueError(f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden unit: raise it, 2/embed_dim does")
+            raise ValueError(
+                f"mlp_ratio {self.mlp_ratio} leaves the MLPs no hidden units: raise it, for example to 2/embed_dim"
+            )
         if self.normalised_skip is not None and not (self.skip and self.normalised_skip < self.depth):
-            raise ValueError(f"normalised_skip {self.normalised_skip} must be below the depth {self.depth}, and needs skip")
+            raise ValueError(
+                f"normalised_skip {self.normalised_skip} must be below the depth {self.depth}, and needs skip=True"
+            )
         if self.attention == "signal_preserving" and None in (self.kernel, self.kernel_last):
             raise ValueError("signal_preserving attention needs kernel and kernel_last")
         if self.method:
@@ -178,7 +182,8 @@ def check_attention_options(options: dict[str, Any]) -> None:
         owners = FIELDS[name].metadata.get("attention") if name in FIELDS else None
         if value is not None and owners and (attention := options["attention"]) not in owners:
             raise ValueError(
-                f"{name} belongs to {' or '.join(owners)} attention; leave it out, or None, for {attention} attention"
+                f"{name} belongs to {' or '.join(owners)} attention; for {attention} attention, leave it out or set it to "
+                "None"
             )
 
 

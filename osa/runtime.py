@@ -168,8 +168,11 @@ def warn_of_loss(is_lost: Tensor) -> None:
         event.record(torch.cuda.current_stream(is_lost.device))
         _UNREAD.append((event, answer))
     if any(answers):
-        cause = "orthogonal attention is NaN where S is so large, or query and key cancel so far, that no digit is correct"
-        warnings.warn(f'{cause}: take method="qr"', stacklevel=2)
+        cause = (
+            "orthogonal attention returns NaN where S is so large, or query and key cancel so completely, that no digit "
+            "would be correct"
+        )
+        warnings.warn(f'{cause}: use method="qr"', stacklevel=2)
 
 
 _UNREAD: list[tuple[torch.cuda.Event, Tensor]] = []  # checks on CUDA whose results have not been read

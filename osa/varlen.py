@@ -53,7 +53,7 @@ def orthogonal_attention_varlen(
     lengths = _lengths(cu_seqlens, query.shape[0])
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         totals = ", ".join(str(x.shape[0]) for x in (query, key, value))
-        raise ValueError(f"query, key and value must have as many tokens as one another, not {totals}")
+        raise ValueError(f"query, key and value must have the same number of tokens, not {totals}")
     counts = torch.tensor(lengths, device=query.device)
     is_token = torch.arange(max(lengths, default=0), device=query.device) < counts[:, None]  # (B, N)
     query, key, value = (_padded(x, is_token).transpose(1, 2) for x in (query, key, value))  # (B, heads, N, d)
@@ -72,14 +72,14 @@ def _padded(x: Tensor, is_token: Tensor) -> Tensor:
 def _lengths(cu_seqlens: Tensor, total: int) -> list[int]:
     """Returns the length of each sequence, given the offsets. Raises TypeError or ValueError if the offsets are invalid."""
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, not {type(cu_seqlens).__name__}: torch.as_tensor makes one")
+        raise TypeError(f"cu_seqlens must be a tensor, not {type(cu_seqlens).__name__}: use torch.as_tensor")
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or not len(cu_seqlens):
         shape = tuple(cu_seqlens.shape)
-        raise ValueError(f"cu_seqlens must be whole numbers, (B + 1,), not {cu_seqlens.dtype} of shape {shape}")
+        raise ValueError(f"cu_seqlens must be an integer tensor of shape (B + 1,), not {cu_seqlens.dtype} of shape {shape}")
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     if offsets[0] != 0 or offsets[-1] != total or min(lengths, default=0) < 0:
-        raise ValueError(f"cu_seqlens must rise from 0 to the {total} tokens that are packed, not {_brief(offsets)}")
+        raise ValueError(f"cu_seqlens must rise from 0 to {total}, the number of packed tokens, not {_brief(offsets)}")
     return lengths
 
 

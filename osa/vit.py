@@ -103,11 +103,13 @@ class VisionTransformer(nn.Module):
             ValueError: the images have a wrong shape, or are not floating-point.
         """
         if not isinstance(images, Tensor):
-            raise TypeError(f"images must be a tensor, not {type(images).__name__}: torch.as_tensor makes one")
+            raise TypeError(f"images must be a tensor, not {type(images).__name__}: use torch.as_tensor")
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"images must be (B, {', '.join(map(str, self.image_shape))}), not {tuple(images.shape)}")
         if not images.is_floating_point():
-            raise ValueError(f"images must be floating-point, as images / 255 is, not {images.dtype}")
+            raise ValueError(
+                f"images must be floating-point, not {images.dtype}: convert them, for example with images / 255"
+            )
         p = self.patch_size
         patches = images.unfold(2, p, p).unfold(3, p, p)  # (B, C, H/p, W/p, p, p)
         patches = patches.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)  # (B, N-1, C·p²)
@@ -185,7 +187,10 @@ class VisionTransformer(nn.Module):
             indices = depth
         numbers = range(-indices, 0) if isinstance(indices, int) else indices
         if not numbers or not all(-depth <= number < depth for number in numbers):
-            raise ValueError(f"indices must be of the {depth} blocks, {-depth} to {depth - 1}, or 1 to {depth} of the last")
+            raise ValueError(
+                f"indices must be block numbers from {-depth} to {depth - 1}, or one number n from 1 to {depth} for the "
+                f"last n of the {depth} blocks, not {indices!r}"
+            )
         return {number % depth for number in numbers}
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -235,5 +240,8 @@ def blocks_of(model: nn.Module) -> list[Block]:
     """
     blocks = getattr(unwrapped(model), "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
-        raise ValueError(f"a model with `blocks`, each of an attention and an mlp, is needed, not {type(model).__name__}")
+        raise ValueError(
+            "the model must have an nn.ModuleList `blocks`, each block with an attention and an mlp; "
+            f"{type(model).__name__} has none"
+        )
     return list(cast(Iterable[Block], blocks))

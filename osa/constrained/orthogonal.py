@@ -216,7 +216,7 @@ class Orthogonal(nn.Module):
         if rows != columns:
             raise ValueError(f"{self.name} is for square weights, not {rows}×{columns}: use `retract` for others")
         if not is_orthonormal(weight):
-            raise ValueError("the weight is not orthonormal: begin with `orthonormal_` or an orthogonal draw")
+            raise ValueError("the weight is not orthonormal: use `orthonormal_` or an orthogonal initialisation first")
         self.register_buffer("base", weight.detach().clone())
         return weight.new_zeros(*weight.shape[:-2], rows * (rows - 1) // 2)
 
@@ -348,7 +348,10 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
     constraint = _constraint(name)
     if by != RETRACTION and constraint.per_head:
         whole = " or ".join(name for name, other in CONSTRAINTS.items() if not other.per_head)
-        raise ValueError(f"{by} parametrises whole matrices, {whole}, and not {name}")
+        raise ValueError(
+            f"the map {by} parametrises whole matrices, as in {whole}, but {name} constrains single heads: "
+            f'use by="{RETRACTION}"'
+        )
     constrained_parameters(model, name)  # raises if a weight is not a parameter
     for block in blocks_of(model):
         for views in constraint.views(block.attention):
@@ -369,7 +372,10 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
         for attention in attentions:
             weight = getattr(getattr(attention, part), "weight", None)
             if not isinstance(weight, nn.Parameter):
-                raise ValueError(f"{name} needs {part}.weight as a parameter of its own, not a parametrised or adapted one")
+                raise ValueError(
+                    f"{name} needs {part}.weight to be an nn.Parameter, not parametrised or adapted: remove the "
+                    "parametrisation, or merge the adapter, first"
+                )
             weights.append(weight)
     return weights
 

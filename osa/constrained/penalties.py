@@ -115,8 +115,8 @@ def with_penalty(model: nn.Module, images: Tensor, name: str) -> tuple[Tensor, T
             hook.remove()
     if len(inputs) != len(blocks):
         raise ValueError(
-            "the inputs of the blocks cannot be seen, because the blocks are compiled, or DataParallel has copied them: "
-            "give with_penalty the model without torch.compile and DataParallel"
+            "with_penalty cannot see the inputs of the blocks, because the blocks are compiled or DataParallel has copied "
+            "them: pass the model without torch.compile or DataParallel"
         )
     terms = [term(block, x) for block, x in zip(blocks, inputs, strict=True) for term in PENALTIES[name]]
     return output, torch.stack(terms).sum()

@@ -354,7 +354,7 @@ def _agrees(
             ]
             if max(errors) < tolerance:
                 return True
-            reason = f"its error is {max(errors):.1e}"
+            reason = f"its relative error is {max(errors):.1e}, not below {tolerance:.1e}"
         except Exception as error:  # noqa: BLE001
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     warnings.warn(f'the kernel of "{method or form}" for d = {width} is not used on {device}: {reason}', stacklevel=2)

@@ -49,7 +49,8 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     limit = math.pi / (math.pi - 1)  # E[φ'²] of a ReLU, which GELU tends to as a → ∞
     if not 1 < target < limit:
         raise ValueError(
-            f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope nearer above 1"
+            f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope above 1 but closer "
+            "to it"
         )
     log_scale, shift = 0.0, 0.0
     for _ in range(50):  # Newton's method takes 4 to 9 steps, each of length 1 at most
@@ -61,7 +62,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
         step = _newton_step(log_scale, shift, residual)
         damping = max(1.0, *map(abs, step))
         log_scale, shift = log_scale - step[0] / damping, shift - step[1] / damping
-    raise ValueError(f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers or a smaller slope")
+    raise ValueError(f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a smaller slope")
 
 
 def gain(activation: Callable[[float], float]) -> float:

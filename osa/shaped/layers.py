@@ -47,7 +47,7 @@ class SignalPreservingSelfAttention(SelfAttention):
     ) -> Tensor:
         if attn_mask is not None:
             raise ValueError(
-                "attn_mask is refused: the matrix A is of a fixed number of tokens, and padding is none of them"
+                "attn_mask is not supported: the matrix A is for a fixed number of tokens, none of which can be padding"
             )
         mask = self.bias[:num_outputs]
         heads = F.scaled_dot_product_attention(query[:, :, :num_outputs], key, value, attn_mask=mask)

@@ -39,7 +39,11 @@ def attention_between(kernel: KernelKind, num_tokens: int, before: float, after:
     if kernel not in KERNEL_KINDS:
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNEL_KINDS)}")
     if before > after if kernel == "uniform" else before < after:
-        raise ValueError(f"cosines of a {kernel} kernel must not fall from block to block: {before:g} to {after:g}")
+        parameter = "ρ falls" if kernel == "uniform" else "γ rises"
+        raise ValueError(
+            f"the cosines of the {kernel} kernel must not fall from block to block, but its {parameter} from {before:g} to "
+            f"{after:g}"
+        )
     if kernel == "uniform":
         return (_causal_uniform_attention if causal else _uniform_attention)(num_tokens, before, after)
     if causal:
@@ -113,12 +117,15 @@ def signal_preserving_attention(
     if num_tokens < 1 or depth < 1:
         raise ValueError(f"num_tokens and depth must be 1 or more, not {num_tokens} and {depth}")
     if not 0 <= repeated < 1:
-        raise ValueError(f"repeated is a fraction of the tokens, in [0, 1), not {repeated}")
+        raise ValueError(f"repeated must be a fraction of the tokens, in [0, 1), not {repeated}")
     if not 0 <= shortcut < 1 or (shortcut and repeated):
-        raise ValueError(f"shortcut must be in [0, 1), and with one repeated must be 0, not {shortcut} and {repeated}")
+        raise ValueError(
+            f"shortcut must be in [0, 1), and must be 0 unless repeated is 0, but shortcut is {shortcut} and repeated is "
+            f"{repeated}"
+        )
     place = (num_tokens - 1 if causal else (num_tokens - 1) // 2) if cls_index is None else cls_index
     if not 0 <= place < num_tokens:
-        raise ValueError(f"cls_index must be 0 to {num_tokens - 1}, not {place}")
+        raise ValueError(f"cls_index must be from 0 to {num_tokens - 1}, not {place}")
     uniform = kernel == "uniform"
     schedule = uniform_schedule(depth, last, repeated) if uniform else exponential_schedule(depth, last)
     reached = residual_schedule(kernel, schedule, shortcut)

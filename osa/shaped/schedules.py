@@ -75,13 +75,15 @@ def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float
     if kernel == "uniform":
         reached = [(after - shortcut**2 * before) / residual for before, after in itertools.pairwise(schedule)]
         if max(reached) >= 1:
-            raise ValueError(f"a skip of weight {shortcut:g} leaves the attention a kernel with cosines above 1: use less")
+            raise ValueError(
+                f"a skip of weight {shortcut:g} needs an attention kernel with cosines of 1 or more: use a smaller weight"
+            )
         return reached
     reached = []
     for before, after in itertools.pairwise(schedule):
         squared = -math.expm1(-2 * before)
         factor = (math.expm1(-2 * after) / -squared - shortcut**2) / residual  # λ_α²
         if factor <= 0:
-            raise ValueError(f"a skip of weight {shortcut:g} needs a kernel that changes less: a larger rate of decay")
+            raise ValueError(f"a skip of weight {shortcut:g} needs a kernel that changes less: use a larger rate of decay")
         reached.append(-math.log1p(-factor * squared) / 2)
     return reached

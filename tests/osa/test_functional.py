@@ -250,7 +250,7 @@ LOST = {  # calls of a function where no value of its inputs can be read
 @pytest.mark.parametrize("way", LOST)
 def test_digits_that_are_lost_in_a_transform_are_nan_with_a_warning_whose_remedy_works(way):
     query, key, value, _ = cancelling("Q ≈ K W", 1e9, 53, torch.float64)
-    with pytest.warns(UserWarning, match='take method="qr"'):
+    with pytest.warns(UserWarning, match='use method="qr"'):
         assert LOST[way](partial(orthogonal_attention, scale=1.0), (query, key, value)).isnan().all()
     followed = partial(orthogonal_attention, scale=1.0, method="qr")
     assert LOST[way](followed, (query, key, value)).isfinite().all()

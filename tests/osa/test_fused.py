@@ -300,7 +300,7 @@ def test_the_first_use_would_notice_a_product_too_few(monkeypatch, request, name
         return high, high * 0.0
 
     monkeypatch.setattr(stepped, "high_low", interpreter.InterpretedFunction(without_the_lower_half))
-    with pytest.warns(UserWarning, match="its error is"):
+    with pytest.warns(UserWarning, match="its relative error is"):
         assert not operators._agrees(*kernel)
 
 

@@ -320,7 +320,7 @@ def test_a_model_of_transformers_is_loaded_as_it_was_saved_or_refused(registered
     for name, other in SETTINGS.items():
         other = {"method": "polar_express"}.get(name, other + 1 if name != "method" else None)
         integrations.register_with_transformers("osa_test", **SETTINGS | {name: other})
-        with pytest.raises(ValueError, match=f"attention is another one.*{name}={SETTINGS[name]!r}"):
+        with pytest.raises(ValueError, match=f"attention settings .* differ.*{name}={SETTINGS[name]!r}"):
             loaded(images)
     remedy = re.search(r"register_with_transformers\(.*?\)", str(error_of(lambda: loaded(images))))[0]
     exec(f"integrations.{remedy}")
@@ -368,7 +368,7 @@ def test_a_model_of_several_parts_is_loaded_as_it_was_saved_or_refused(name, par
     assert relative_error(features(loaded, images), expected) < 1e-5
     assert loaded.config.text_config._attn_implementation == ("sdpa" if parts else "osa_test")
     integrations.register_with_transformers("osa_test", **SETTINGS | {"alpha": 3.0})
-    with pytest.raises(ValueError, match="attention is another one"):
+    with pytest.raises(ValueError, match="attention settings .* differ"):
         features(loaded, images)
     registered()
     with pytest.raises(ValueError, match="osa_test"):
@@ -469,9 +469,9 @@ def test_attention_matrices_are_given_where_asked_for(registered):
 @pytest.mark.parametrize(
     "arguments, error, cause",
     [
-        (dict(name="sdpa"), ValueError, "'sdpa' is another attention of transformers.*your own"),
-        (dict(name="eager"), ValueError, "'eager' is another"),
-        (dict(name="flash_attention_2"), ValueError, "'flash_attention_2' is another"),
+        (dict(name="sdpa"), ValueError, "'sdpa' is taken by another attention in transformers.*your own"),
+        (dict(name="eager"), ValueError, "'eager' is taken by another"),
+        (dict(name="flash_attention_2"), ValueError, "'flash_attention_2' is taken by another"),
         (dict(name=""), ValueError, "name must be a word.*''"),
         (dict(name="kernels-community/osa"), ValueError, "name must be a word"),
         (dict(name="paged|osa"), ValueError, "name must be a word"),

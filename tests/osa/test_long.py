@@ -150,7 +150,7 @@ def test_where_no_digit_is_left_and_where_a_head_is_nan():
         assert actual[0, 0].isnan().all() and torch.equal(actual[0, 1], expected[0, 1])
 
 
-@pytest.mark.filterwarnings("ignore:orthogonal attention is NaN")
+@pytest.mark.filterwarnings("ignore:orthogonal attention returns NaN")
 @pytest.mark.parametrize("norm, least", [(1.0, 6), (70.0, 4), (1e3, 4)])
 def test_lengths_are_kept_at_any_norm_or_the_result_is_nan(norm, least):
     """Tokens with and without a shared mean and outliers have digits at every norm."""

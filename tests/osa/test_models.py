@@ -252,16 +252,16 @@ FOLLOWED = {  # a model, options that are refused, the word that names the remed
     "more layers": ("osa_shaped", dict(depth=4), "more layers", dict(depth=5)),
     "larger rate": ("espa_skip", dict(kernel_last=0.1), "larger rate", dict(kernel_last=0.9)),
     "rate at most": ("espa", dict(kernel_last=19.0), "12 at most", dict(kernel_last=12.0)),
-    "lighter skip": ("espa_skip", dict(kernel="uniform", kernel_last=0.8), "use less", dict(normalised_skip=5.9)),
-    "leave it out": ("vit", dict(kernel="uniform"), "or None", dict(kernel=None)),
+    "lighter skip": ("espa_skip", dict(kernel="uniform", kernel_last=0.8), "smaller weight", dict(normalised_skip=5.9)),
+    "leave it out": ("vit", dict(kernel="uniform"), "set it to None", dict(kernel=None)),
     "needs kernel": (
         "vit_noskip",
         dict(attention="signal_preserving"),
         "kernel_last",
         dict(kernel="uniform", kernel_last=0.5),
     ),
-    "needs skip": ("vit_noskip", dict(normalised_skip=1.0), "needs skip", dict(skip=True)),
-    "place of [cls]": ("espa", dict(cls_index=99), "cls_index must be 0 to 4", dict(cls_index=4)),
+    "needs skip": ("vit_noskip", dict(normalised_skip=1.0), "needs skip=True", dict(skip=True)),
+    "place of [cls]": ("espa", dict(cls_index=99), "cls_index must be from 0 to 4", dict(cls_index=4)),
 }
 
 

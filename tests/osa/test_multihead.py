@@ -91,7 +91,7 @@ def test_masks_of_padding_in_all_of_torchs_forms():
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64)
 REFUSED = {
-    "cross-attention": (lambda x: (x, x + 1, x + 1), {}, ValueError, r"one tensor.*no cross-attention"),
+    "cross-attention": (lambda x: (x, x + 1, x + 1), {}, ValueError, r"same tensor.*not support cross-attention"),
     "an array": (lambda x: (x.numpy(),) * 3, {}, TypeError, "not ndarray"),
     "nested": (lambda x: (torch.nested.nested_tensor(list(x)),) * 3, {}, ValueError, "nested"),
     "causal": (None, dict(is_causal=True), ValueError, "is_causal"),

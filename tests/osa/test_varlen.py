@@ -73,7 +73,7 @@ def test_nothing_is_nothing(offsets):
 def test_jagged_tensors_name_it():
     parts = [torch.randn(length, HEADS, WIDTH) for length in (3, 5)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    with pytest.raises(ValueError, match=r"nested.*osa\.orthogonal_attention_varlen.*values\(\) and offsets\(\)"):
+    with pytest.raises(ValueError, match=r"nested.*values\(\) and offsets\(\) to osa\.orthogonal_attention_varlen"):
         orthogonal_attention(jagged, jagged, jagged)
     x = jagged.values()
     output = orthogonal_attention_varlen(x, 2 * x.roll(1, -1), x, jagged.offsets())
@@ -91,15 +91,15 @@ def test_jagged_tensors_name_it():
 @pytest.mark.parametrize(
     "offsets, error, cause",
     [
-        ([0, 11, 30], ValueError, "rise from 0 to the 31 tokens.*not 0, 11, 30"),
-        ([0, 11, 32], ValueError, "31 tokens"),
-        ([1, 11, 31], ValueError, "31 tokens.*not 1, 11, 31"),
-        ([0, 12, 11, 31], ValueError, "31 tokens.*not 0, 12, 11, 31"),
-        ([0, -1, 31], ValueError, "31 tokens"),
+        ([0, 11, 30], ValueError, "rise from 0 to 31, the number of packed tokens, not 0, 11, 30"),
+        ([0, 11, 32], ValueError, "to 31"),
+        ([1, 11, 31], ValueError, "to 31.*not 1, 11, 31"),
+        ([0, 12, 11, 31], ValueError, "to 31.*not 0, 12, 11, 31"),
+        ([0, -1, 31], ValueError, "to 31"),
         (list(range(20)), ValueError, "not 0, 1, 2, 3, …, 17, 18, 19$"),
-        ([], ValueError, r"whole numbers, \(B \+ 1,\)"),
-        ([[0, 31]], ValueError, r"whole numbers.*\(1, 2\)"),
-        ([0.0, 31.0], ValueError, "whole numbers.*float32"),
+        ([], ValueError, r"integer tensor of shape \(B \+ 1,\)"),
+        ([[0, 31]], ValueError, r"integer tensor.*\(1, 2\)"),
+        ([0.0, 31.0], ValueError, "integer tensor.*float32"),
         (None, TypeError, "cu_seqlens must be a tensor, not NoneType"),
         (np.array([0, 31]), TypeError, "cu_seqlens.*ndarray.*torch.as_tensor"),
     ],
@@ -113,9 +113,9 @@ def test_offsets_that_do_not_fit_are_a_sentence(offsets, error, cause):
     "change, cause",
     [
         (lambda q, k, v: (q[None], k[None], v[None]), r"\(total, heads, d\), not \(1, 31, 3, 3\)"),
-        (lambda q, k, v: (q, k, v[:30]), "as many tokens as one another, not 31, 31, 30"),
+        (lambda q, k, v: (q, k, v[:30]), "the same number of tokens, not 31, 31, 30"),
         (lambda q, k, v: (q, k[:, :2], v), "broadcast"),
-        (lambda q, k, v: (q, k[..., :2], v), r"agree in \(N, d\)"),
+        (lambda q, k, v: (q, k[..., :2], v), r"same last two dimensions \(N, d\)"),
         (lambda q, k, v: (q.long(), k, v), "floating-point"),
     ],
 )

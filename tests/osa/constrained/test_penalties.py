@@ -111,7 +111,7 @@ def test_wrapped_models_have_their_penalty_and_others_a_sentence():
         assert all(map(torch.equal, with_penalty(held, images, "VAR-III"), expected))
     for other, name, cause in (
         (model, "VAR-IV", "'VAR-IV' is unknown; choose one of VAR-I,"),
-        (nn.Linear(4, 4), "VAR-I", "`blocks`.*not Linear"),
+        (nn.Linear(4, 4), "VAR-I", "`blocks`.*Linear has none"),
     ):
         with pytest.raises(ValueError, match=cause):
             with_penalty(other, images, name)

@@ -39,16 +39,17 @@ tags: [osa, orthogonal-self-attention, vision-transformer]
 ```python
 import osa  # pip install git+ADDRESS-OF-THIS-REPOSITORY safetensors
 
-model = osa.load_pretrained("FOLDER")  # this one; for a model of the Hub, what huggingface_hub.snapshot_download returns
+# FOLDER is the path of this folder; for a model on the Hub, huggingface_hub.snapshot_download returns the path
+model = osa.load_pretrained("FOLDER")
 ```
 
-Which data it was trained on, with what result and for which use, is for its authors to say here.
+To the authors: describe the training data, the results and the intended use here.
 
 The attention is that of *Orthogonal Self-Attention* (Zhang and Martens 2026, [arXiv:2602.05996](https://arxiv.org/abs/2602.05996)).
 """
 TRANSIENT = ("training", "grad_checkpointing")  # module attributes that do not affect what the model computes
 LFS_POINTER = b"version https://git-lfs"  # first bytes of the pointer that Git LFS stores in place of a file
-JOIN = "write the tensors of all parts to one file, model.safetensors, by load_file and save_file of safetensors.torch"
+JOIN = "write the tensors of all parts to one file, model.safetensors, using load_file and save_file from safetensors.torch"
 SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 
 
@@ -72,11 +73,14 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
     """
     save_file = _safetensors().save_file
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a model such as osa.create_model returns, not {type(model).__name__}")
+        raise TypeError(f"model must be an nn.Module, such as one from osa.create_model, not {type(model).__name__}")
     model = unwrapped(model)
     _check_whole(model)
     if not isinstance(model, VisionTransformer) or not hasattr(model, "config"):
-        raise ValueError("the model has no config: build it by osa.create_model or osa.build_vit, or keep its state_dict")
+        raise ValueError(
+            "the model has no config: build it with osa.create_model or osa.build_vit, or save its state_dict with "
+            "torch.save"
+        )
     _check_unchanged(model)
     state = model.state_dict()
     for path, module in model.named_modules():
@@ -85,10 +89,10 @@ def save_pretrained(model: nn.Module, folder: str | Path) -> None:
             state = {key: tensor for key, tensor in state.items() if not key.startswith(inside)}
             for name, _ in module.get_submodule("parametrizations").named_children():
                 state[f"{path}.{name}"] = getattr(module, name).detach()
-    _check_types(state, "the model has", "give it one, as model.float() does")
+    _check_types(state, "the model has", "convert them, for example with model.float()")
     folder = _local(folder)
     if (folder.exists() and not folder.is_dir()) or (folder / WEIGHTS_FILE).is_dir():
-        raise ValueError(f"{folder} is no folder that a model can be written to: give another one")
+        raise ValueError(f"{folder} is not a folder to which a model can be written: choose another one")
     folder.mkdir(parents=True, exist_ok=True)
     # copies, because safetensors refuses tensors that share memory
     whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
@@ -104,8 +108,8 @@ def _check_whole(model: nn.Module) -> None:
     by_fsdp = any(type(module).__module__.startswith("torch.distributed.fsdp") for module in model.modules())
     if by_fsdp or any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise ValueError(
-            "the model is sharded: load its full weights, which get_model_state_dict of torch.distributed.checkpoint."
-            "state_dict gathers with StateDictOptions(full_state_dict=True), into another model, and save that"
+            "the model is sharded: gather its full weights with get_model_state_dict of torch.distributed.checkpoint."
+            "state_dict and StateDictOptions(full_state_dict=True), load them into an unsharded model, and save that model"
         )
 
 
@@ -115,7 +119,7 @@ def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> Non
     if len(types) > 1 or not types <= set(DTYPES):
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
         raise ValueError(
-            f"{whose} weights in {names}, where one floating-point type of 16, 32 or 64 bits is needed: {remedy}"
+            f"{whose} weights in {names}, but all must have the same 16-, 32- or 64-bit floating-point type: {remedy}"
         )
 
 
@@ -130,15 +134,15 @@ def _check_unchanged(model: VisionTransformer) -> None:
         ours, theirs = modules.get(path), built.get(path)
         if ours is None or theirs is None or _kind(ours) != _kind(theirs):
             raise ValueError(
-                f"{path or 'the model'} is not what the model's config builds, which alone would be kept: fold an adapter "
-                "into the weights, make pruning permanent, or keep the model by torch.save"
+                f"{path or 'the model'} differs from what the model's config builds, and the difference would not be saved: "
+                "merge adapters into the weights, make pruning permanent, or save the model with torch.save"
             )
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (first := names.setdefault(parameter, name)) != name:
             raise ValueError(
-                f"{first} and {name} are one parameter, which the loaded model would have twice: part them, or keep the "
-                "model by torch.save"
+                f"{first} and {name} are one parameter, of which the loaded model would have two copies: untie them, or "
+                "save the model with torch.save"
             )
 
 
@@ -184,8 +188,8 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
     try:
         state = load_file(weights)
     except SafetensorError as error:
-        raise ValueError(f"{weights} is no file of safetensors, or not a whole one: {error}") from None
-    _check_types(state, f"{weights} has", "cast them to one, and save them again")
+        raise ValueError(f"{weights} is not a safetensors file, or is incomplete: {error}") from None
+    _check_types(state, f"{weights} has", "convert them, and save them again")
     try:
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -197,35 +201,37 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
 def _local(path: str | Path) -> Path:
     """Returns the path with ~ expanded. Raises ValueError for a URL."""
     if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
-        raise ValueError(f"{path} is an address: download the folder, and give its path")
+        raise ValueError(f"{path} is a URL: download the folder, and pass its local path")
     # Unlike Path.expanduser, os.path.expanduser leaves ~name unchanged if there is no such user.
     return Path(os.path.expanduser(path))
 
 
 def _check_link(path: Path) -> None:
     if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which is gone: download or copy it again")
+        raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which does not exist: download or copy it again")
 
 
 def _check_file(file: Path) -> None:
     """Raises FileNotFoundError or ValueError unless the path is a file that is not a Git LFS pointer."""
     _check_link(file)
     if not file.exists():
-        raise FileNotFoundError(f"{file} is missing, which osa.save_pretrained writes{_remedy(file.parent)}")
+        raise FileNotFoundError(f"{file}, which osa.save_pretrained writes, is missing{_remedy(file.parent)}")
     if not file.is_file():
-        raise ValueError(f"{file} is no file: put the one that osa.save_pretrained writes in its place")
+        raise ValueError(f"{file} is not a file: replace it with the file that osa.save_pretrained writes")
     with file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise ValueError(f"{file} is a pointer of Git LFS: `git lfs pull` fetches the file")
+            raise ValueError(f"{file} is a Git LFS pointer: run `git lfs pull` to fetch the file")
 
 
 def _from_name(file: Path, name: str | None) -> VisionTransformer:
     """Builds the model for a file of weights, without loading the weights."""
     _check_file(file)
     if SHARD.search(file.name):
-        raise ValueError(f"{file} has a part of a model's weights: {JOIN}")
+        raise ValueError(f"{file} holds only part of a model's weights: {JOIN}")
     if name is None:
-        raise ValueError(f'{file} has weights alone: say of which model, name="osa_qr" or another one of osa.MODELS')
+        raise ValueError(
+            f'{file} holds only weights: pass the name of their model, as in name="osa_qr"; osa.MODELS lists the names'
+        )
     with torch.device("meta"):
         return create_model(name)
 
@@ -233,7 +239,7 @@ def _from_name(file: Path, name: str | None) -> VisionTransformer:
 def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
     """Builds the model of a folder from its configuration, without loading the weights."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}{_remedy(folder)}")
+        raise FileNotFoundError(f"{folder} does not exist{_remedy(folder)}")
     for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
         _check_file(file)
     path = folder / CONFIG_FILE
@@ -246,26 +252,28 @@ def _from_folder(folder: Path, name: str | None) -> VisionTransformer:
         for each in names:
             check_model(each)
     except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: JSON is nested too deeply or sizes are too large
-        raise ValueError(f"{path} is no configuration of a model: {error}") from None
+        raise ValueError(f"{path} is not a valid model configuration: {error}") from None
     for each in names:
         for option, value in MODELS[each].items():
             if (found := getattr(model.config, option)) != value:
-                raise ValueError(f"{path} is not of {each}: {option} is {found!r}, not {value!r}")
+                raise ValueError(f"{path} is not a configuration of {each}: {option} is {found!r}, not {value!r}")
     return model
 
 
 def _remedy(folder: Path) -> str:
     """Returns the end of an error message about a missing path: a hint at what the user may have meant, or nothing."""
     if str(folder) in MODELS:
-        return f": a path is needed, and osa.create_model({str(folder)!r}) makes a new model"
+        return f": pass the path of a saved model, or use osa.create_model({str(folder)!r}) for a new one"
     if not folder.exists():
         if folder.is_absolute() or len(folder.parts) != 2:  # owner/name may be a model on the Hub
             return ""
-        return f"; if it is on the Hub, give what huggingface_hub.snapshot_download({str(folder)!r}) returns"
+        return f"; if it is on the Hub, pass what huggingface_hub.snapshot_download({str(folder)!r}) returns"
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     if any(map(SHARD.search, files)):
         return f"; the folder has the weights in parts: {JOIN}"
-    return f"; the folder has {', '.join(files)}: give the path of one, and its name" if files else ""
+    return (
+        f"; the folder has {', '.join(files)}: pass the path of one of them, and its model's name as `name`" if files else ""
+    )
 
 
 def _card(model: VisionTransformer) -> str:
@@ -289,5 +297,5 @@ def _safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError("models are kept by the package safetensors: `pip install safetensors`") from None
+        raise ImportError("saving and loading models needs the package safetensors: run `pip install safetensors`") from None
     return safetensors.torch

@@ -130,7 +130,7 @@ def test_adapters_of_peft_learn_and_are_saved_once_they_are_merged(tmp_path):
     assert len(adapters) == 24 and all(parameter.grad.any() for parameter in adapters)
     after = model(images)
     assert relative_error(after, before) > 1e-3
-    with pytest.raises(ValueError, match="fold an adapter"):
+    with pytest.raises(ValueError, match="merge adapters"):
         osa.save_pretrained(model.base_model.model, tmp_path / "a")
     osa.save_pretrained(model.merge_and_unload(), tmp_path / "a")
     assert relative_error(osa.load_pretrained(tmp_path / "a")(images), after) < 1e-5

@@ -177,21 +177,23 @@ def test_a_path_is_enough_and_a_name_is_checked(tmp_path):
         lambda: osa.load_pretrained(folder, name="vit"),
         lambda: osa.load_pretrained(folder / "model.safetensors", name="vit"),
     ):
-        with pytest.raises(ValueError, match="not of vit: skip is False, not True"):
+        with pytest.raises(ValueError, match="not a configuration of vit: skip is False, not True"):
             call()
     whole, weights = osa.create_model("vit_noskip"), tmp_path / "5.safetensors"
     pytest.importorskip("safetensors.torch").save_file(whole.state_dict(), weights)
     loaded, images = osa.load_pretrained(weights, name="vit_noskip"), torch.rand(2, 1, 28, 28)
     assert torch.equal(loaded(images), whole(images)) and not loaded.training
-    with pytest.raises(ValueError, match=r'5\.safetensors has weights alone.*name="osa_qr"'):
+    with pytest.raises(ValueError, match=r'5\.safetensors holds only weights.*name="osa_qr"'):
         osa.load_pretrained(weights)
     with pytest.raises(ValueError, match="did you mean vit_noskip"):
         osa.load_pretrained(weights, name="vit_noskp")
     with pytest.raises(ValueError, match=r"6\.safetensors and create_model\('vit_noskip'\) disagree: Missing key"):
         osa.load_pretrained(folder.joinpath("model.safetensors").rename(tmp_path / "6.safetensors"), name="vit_noskip")
-    with pytest.raises(FileNotFoundError, match="config.json is missing.*the folder has 5.safetensors, 6.safetensors"):
+    with pytest.raises(
+        FileNotFoundError, match="config.json, which .* is missing.*the folder has 5.safetensors, 6.safetensors"
+    ):
         osa.load_pretrained(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"osa.create_model\('osa_qr'\) makes a new model"):
+    with pytest.raises(FileNotFoundError, match=r"use osa.create_model\('osa_qr'\) for a new one"):
         osa.load_pretrained("osa_qr")
 
 
@@ -273,29 +275,29 @@ def add_adapter(model):
 CHANGES = {  # changes that no configuration shows, and their places
     "another method": (
         lambda model: model.blocks[2].attention.options.update(method="newton_schulz"),
-        "blocks.2.attention is",
+        "blocks.2.attention differs",
     ),
-    "a skip": (lambda model: setattr(model.blocks[3], "skip", True), "blocks.3 is"),
-    "another activation": (lambda model: setattr(model.blocks[0].mlp, "activation", torch.relu), "blocks.0.mlp is"),
-    "tokens of another size": (lambda model: setattr(model, "normalise_tokens", False), "the model is"),
-    "a head of one's own": (lambda model: setattr(model, "head", nn.Linear(16, 3)), "head is"),
-    "an adapter": (add_adapter, "blocks.1.attention.value is"),
-    "a forward of its own": (set_forward, "blocks.1.attention.out is"),
-    "a norm": (lambda model: setattr(model, "norm", nn.LayerNorm(16)), "norm is"),
-    "another block": (lambda model: model.blocks.append(copy.deepcopy(model.blocks[0])), "blocks.5 is"),
-    "a block less": (lambda model: model.blocks.__delitem__(4), "blocks.4 is"),
+    "a skip": (lambda model: setattr(model.blocks[3], "skip", True), "blocks.3 differs"),
+    "another activation": (lambda model: setattr(model.blocks[0].mlp, "activation", torch.relu), "blocks.0.mlp differs"),
+    "tokens of another size": (lambda model: setattr(model, "normalise_tokens", False), "the model differs"),
+    "a head of one's own": (lambda model: setattr(model, "head", nn.Linear(16, 3)), "head differs"),
+    "an adapter": (add_adapter, "blocks.1.attention.value differs"),
+    "a forward of its own": (set_forward, "blocks.1.attention.out differs"),
+    "a norm": (lambda model: setattr(model, "norm", nn.LayerNorm(16)), "norm differs"),
+    "another block": (lambda model: model.blocks.append(copy.deepcopy(model.blocks[0])), "blocks.5 differs"),
+    "a block less": (lambda model: model.blocks.__delitem__(4), "blocks.4 differs"),
     "pruning": (
         lambda model: prune.l1_unstructured(model.blocks[0].attention.key, "weight", 0.5),
-        "blocks.0.attention.key is",
+        "blocks.0.attention.key differs",
     ),
-    "int8": (lambda model: quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True), "patch_embedding is"),
+    "int8": (lambda model: quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8, inplace=True), "patch_embedding differs"),
     "a tied weight": (
         lambda model: setattr(model.blocks[0].attention.key, "weight", model.blocks[0].attention.query.weight),
-        "blocks.0.attention.query.weight and blocks.0.attention.key.weight are one",
+        "blocks.0.attention.query.weight and blocks.0.attention.key.weight are one parameter",
     ),
     "a block twice": (
         lambda model: setattr(model.blocks[1], "mlp", model.blocks[0].mlp),
-        "blocks.0.mlp.fc1.weight and blocks.1.mlp.fc1.weight are one",
+        "blocks.0.mlp.fc1.weight and blocks.1.mlp.fc1.weight are one parameter",
     ),
 }
 
@@ -332,7 +334,7 @@ def test_another_model_is_refused(tmp_path):
         ("vit", "config.json", '"embed_dim": 16', '"embed_dim": 32', r"disagree.*\(16,\).*\(32,\)|disagree.*16.*32"),
         ("vit", "config.json", '"depth"', '"dept"', "'dept' is unknown; did you mean depth"),
         ("vit", "config.json", "{", "[", "config.json"),
-        ("vit_noskip", "config.json", "", "", "not of vit_noskip: skip"),
+        ("vit_noskip", "config.json", "", "", "not a configuration of vit_noskip: skip"),
         ("resnet", "config.json", "", "", "resnet"),
     ],
 )
@@ -352,11 +354,13 @@ def test_files_that_hold_no_whole_model_are_a_sentence(tmp_path):
     osa.save_pretrained(create("vit"), tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no file of safetensors, or not a whole one"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file, or is incomplete"):
         osa.load_pretrained(tmp_path, name="vit")
     (tmp_path / "config.json").unlink()
     weights.rename(tmp_path / "5.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"config\.json is missing.*the folder has 5\.safetensors: give the path"):
+    with pytest.raises(
+        FileNotFoundError, match=r"config\.json, which .* is missing.*the folder has 5\.safetensors: pass the path"
+    ):
         osa.load_pretrained(tmp_path, name="vit")
 
 
@@ -404,13 +408,25 @@ def pointer(name):
 
 
 FOUND = {  # faults of people's folders, the error, and its words
-    "a pointer of Git LFS": (pointer("model.safetensors"), ValueError, "model.safetensors is a pointer.*git lfs pull"),
-    "a configuration as pointer": (pointer("config.json"), ValueError, "config.json is a pointer.*git lfs pull"),
+    "a pointer of Git LFS": (
+        pointer("model.safetensors"),
+        ValueError,
+        "model.safetensors is a Git LFS pointer.*git lfs pull",
+    ),
+    "a configuration as pointer": (pointer("config.json"), ValueError, "config.json is a Git LFS pointer.*git lfs pull"),
     "shards": (as_shards, FileNotFoundError, "weights in parts.*load_file and save_file"),
-    "a link to nothing": (link_to_nothing("model.safetensors"), FileNotFoundError, "model.safetensors is a link.*gone"),
-    "a configuration that is gone": (link_to_nothing("config.json"), FileNotFoundError, "config.json is a link.*gone"),
-    "a folder for a file": (as_folder, ValueError, "model.safetensors is no file"),
-    "two types": (with_types(head=torch.bfloat16), ValueError, "weights in bfloat16 and float32.*cast"),
+    "a link to nothing": (
+        link_to_nothing("model.safetensors"),
+        FileNotFoundError,
+        "model.safetensors is a link.*does not exist",
+    ),
+    "a configuration that is gone": (
+        link_to_nothing("config.json"),
+        FileNotFoundError,
+        "config.json is a link.*does not exist",
+    ),
+    "a folder for a file": (as_folder, ValueError, "model.safetensors is not a file"),
+    "two types": (with_types(head=torch.bfloat16), ValueError, "weights in bfloat16 and float32.*convert"),
     "complex numbers": (with_types(head=torch.complex64), ValueError, "complex64"),
     "8 bits": (with_types(**{"": torch.float8_e4m3fn}), ValueError, "weights in float8_e4m3fn"),
     "whole numbers": (with_types(**{"": torch.int8}), ValueError, "weights in int8"),
@@ -443,22 +459,22 @@ def test_paths_as_people_write_them(tmp_path, monkeypatch):
     assert torch.equal(osa.load_pretrained("~/a")(IMAGES), model(IMAGES)) and (tmp_path / "a/config.json").exists()
     for path in ("https://example.org/me/a", "s3://bucket/a", "file:///tmp/a"):
         for call in (lambda path: osa.save_pretrained(model, path), osa.load_pretrained):
-            with pytest.raises(ValueError, match=f"{path} is an address: download"):
+            with pytest.raises(ValueError, match=f"{path} is a URL: download"):
                 call(path)
-    with pytest.raises(FileNotFoundError, match=r"no folder /nowhere/me/a$"):
+    with pytest.raises(FileNotFoundError, match=r"^/nowhere/me/a does not exist$"):
         osa.load_pretrained("/nowhere/me/a")
-    with pytest.raises(FileNotFoundError, match=r"no folder me/a; .*snapshot_download\('me/a'\)"):
+    with pytest.raises(FileNotFoundError, match=r"me/a does not exist; .*snapshot_download\('me/a'\)"):
         osa.load_pretrained("me/a")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match="link is a link to .*nothing, which is gone"):
+    with pytest.raises(FileNotFoundError, match="link is a link to .*nothing, which does not exist"):
         osa.load_pretrained(tmp_path / "link")
     shard = (tmp_path / "a/model.safetensors").rename(tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(ValueError, match="has a part of a model's weights"):
+    with pytest.raises(ValueError, match="holds only part of a model's weights"):
         osa.load_pretrained(shard, name="osa_exact")
-    with pytest.raises(ValueError, match="is no folder that a model can be written to"):
+    with pytest.raises(ValueError, match="is not a folder to which a model can be written"):
         osa.save_pretrained(model, shard)
     (tmp_path / "b/model.safetensors").mkdir(parents=True)
-    with pytest.raises(ValueError, match="is no folder that a model can be written to"):
+    with pytest.raises(ValueError, match="is not a folder to which a model can be written"):
         osa.save_pretrained(model, tmp_path / "b")
 
 
@@ -477,7 +493,7 @@ def test_what_is_no_model_to_save_is_a_sentence(tmp_path):
     pytest.importorskip("safetensors")
     model = create("osa_exact")
     for given in (model.state_dict(), "my_model", None):
-        with pytest.raises(TypeError, match=f"model must be a model.*not {type(given).__name__}"):
+        with pytest.raises(TypeError, match=f"model must be an nn.Module.*not {type(given).__name__}"):
             osa.save_pretrained(given, tmp_path / "a")
     model.head.bfloat16()
     with pytest.raises(ValueError, match=r"weights in bfloat16 and float32.*model\.float"):

@@ -70,17 +70,19 @@ def check_peak(row: dict, peak: float) -> None:
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
         raise UserError(
-            f"{what} is measured at {row['tflops']:.3g} TFLOP/s, above the machine's {limit:.3g}: the clock or the count "
-            "is wrong, so run it again on a quiet machine and, if it persists, check pipeline/benchmarks/cost.py."
+            f"{what} is measured at {row['tflops']:.3g} TFLOP/s, above the limit of {limit:.3g} for this machine: "
+            "the timing or the operation count is wrong; run the benchmark again on an idle machine and, if the error "
+            "persists, check pipeline/benchmarks/cost.py."
         )
 
 
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("attention", __doc__)
-    parser.add_argument("--largest", type=int, default=65536, help="largest number of tokens, of 50, 128, 256, ...")
+    sizes = "largest number of tokens; the sizes are 50, 128, 197, 256, 512, 1024, ..."
+    parser.add_argument("--largest", type=int, default=65536, help=sizes)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of query, key and value")
-    parser.add_argument("--heads", type=int, default=1, help="heads of one call, all with the same inputs")
+    parser.add_argument("--heads", type=int, default=1, help="number of heads in each call, all with the same inputs")
     parser.add_argument("--norm", type=float, default=NORM, help="‖S‖₂ of the inputs")
     options, device = parser.parse_args(arguments), provenance.default_device()
     table, peak = measure(options, device)

@@ -108,7 +108,8 @@ def _multiply_adds(name: str, shapes: Shapes) -> int:
     if name in FORMULAS:
         return FORMULAS[name](shapes)
     if name.startswith(("aten::linalg_", "aten::_scaled_dot_product", "osa::")) and name not in MADE_OF_OTHERS:
-        raise LookupError(f"the multiply–adds of {name} are not known: give it a formula in pipeline/benchmarks/cost.py")
+        where = "FORMULAS in pipeline/benchmarks/cost.py"
+        raise LookupError(f"the number of multiply–adds of {name} is unknown: add a formula for it to {where}")
     return 0
 
 

@@ -25,7 +25,7 @@ MODELS += ("softmax_shaped_norm", "vit_noskip_ji", "vit_noskip_ji_nonorm", "vit"
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("depth", __doc__)
-    parser.add_argument("--depth", type=int, default=36, help="blocks of every model")
+    parser.add_argument("--depth", type=int, default=36, help="number of blocks in every model")
     options = parser.parse_args(arguments)
     configure_torch()
     device, settings, paper = provenance.default_device(), params.load(), params.load_paper()

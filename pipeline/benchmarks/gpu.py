@@ -455,9 +455,9 @@ def main() -> None:
     parser.add_argument("--form", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if DEVICE.type != "cuda" and not chosen.rehearse:
-        sys.exit("error: torch finds no CUDA device here: run it where there is one, or add --rehearse.")
-    if unknown := set(chosen.parts) - set(PARTS):
-        sys.exit(f"error: {', '.join(sorted(unknown))}: no such part; choose from {', '.join(PARTS)}.")
+        sys.exit("error: torch finds no CUDA device: run this script on a machine that has one, or add --rehearse.")
+    if unknown := sorted(set(chosen.parts) - set(PARTS)):
+        sys.exit(f"error: part {unknown[0]!r} is unknown; choose one of {', '.join(PARTS)}.")
     folder = chosen.into.resolve()
     if chosen.form is not None or chosen.until:
         with interpreted() if DEVICE.type == "cpu" else contextlib.nullcontext():
@@ -475,7 +475,7 @@ def main() -> None:
             archive.add(folder, "gpu")
     print("\n".join(first_look(folder)), flush=True)
     if failed := [name for name, outcome in outcomes.items() if outcome not in ("done", "out of time")]:
-        sys.exit(f"error: {', '.join(failed)} did not end well: see {folder}; give its name to try it again.")
+        sys.exit(f"error: {', '.join(failed)} failed: see PART.txt in {folder}; to run a part again, pass its name.")
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> None:
@@ -540,27 +540,29 @@ def first_look(folder: Path) -> Iterator[str]:
     # Kernels return NaN where no digit would be correct. A row with NaN is therefore not a failure.
     kept = [row for row in forms_found if row["output"] != "nan"]
     wrong = [row for row in kept if row["failed"] or row["same_bits"] != "True"]
-    yield f"forms that fail or do not repeat: {len(wrong)} of {len(forms_found)}"
+    yield f"kernel forms that fail or are not bit-reproducible: {len(wrong)} of {len(forms_found)}"
     for dtype in sorted({row["dtype"] for row in forms_found}):
         errors = [float(row[name] or "inf") for row in forms_found if row["dtype"] == dtype for name in ERRORS]
         yield f"largest error in {dtype}: {max(errors):.1e}"
     steps = [row for row in read_rows(folder / "vit_b16.csv") if row["how"] == "replay"]
     for row in steps[1:]:
         ratio = float(row["seconds"]) / float(steps[0]["seconds"])
-        yield f"a step of ViT-B/16, orthogonal with α = {row['alpha']} over softmax: {ratio:.2f} (1.3 is the aim)"
+        what = f"ViT-B/16 training step, orthogonal attention with α = {row['alpha']}"
+        yield f"{what}: {ratio:.2f} × the time with softmax (target: 1.3)"
     calls: dict[tuple, dict[str, float]] = {}
     for row in read_rows(folder / "attention.csv"):
         if (row["part"], row["how"], row["work"]) == ("all", "replay", "both") and row["norm"] in ("", str(NORMS[0])):
             calls.setdefault((row["batch"], row["heads"], row["tokens"]), {})[row["method"]] = float(row["seconds"])
     for (batch, heads, tokens), found in calls.items():
-        for other in ("sdpa", "exact, torch's products"):
+        for other, called in (("sdpa", "torch's attention"), ("exact, torch's products", "torch's matrix products")):
             if {"exact", other} <= found.keys():
-                yield f"{batch} × {heads} heads of {tokens} tokens: {found[other] / found['exact']:.2f} × as fast as {other}"
+                what = f"exact, {batch} × {heads} heads of {tokens} tokens"
+                yield f"{what}: {found[other] / found['exact']:.2f} × as fast as {called}"
     for row, after in pairwise(read_rows(folder / "split.csv")):
         if (row["by"], after["by"]) == ("kernels", "torch's products"):
             ratio = float(after["seconds"]) / float(row["seconds"])
             what = f"{row['method']}, {row['dtype']}, {row['tokens']} tokens of width {row['width']}"
-            yield f"{what}: {ratio:.2f} × as fast as torch's products"
+            yield f"{what}: {ratio:.2f} × as fast as torch's matrix products"
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -85,7 +85,8 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         row = dict(zip(KEY, key, strict=True)) | resources(launched, architecture) | {"source": given}
         if known and is_worse(row, known):
-            tqdm.write(f"warning: {' '.join(key)} takes more than before: see `git diff {TABLE}`.", file=sys.stderr)
+            what = "needs more resources or waits, or has new compiler warnings"
+            tqdm.write(f"warning: {' '.join(key)} {what}: run `git diff {TABLE}`.", file=sys.stderr)
         rows.append(row)
     files.write_csv(ROOT / TABLE, pd.DataFrame(rows))
 

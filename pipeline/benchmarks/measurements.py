@@ -32,7 +32,7 @@ def parser(script: str, about: str | None) -> argparse.ArgumentParser:
         description=(about or "").split("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--repeats", type=int, default=9, help="rounds, each of which times every call once")
+    parser.add_argument("--repeats", type=int, default=9, help="number of rounds; each round times every call once")
     return parser
 
 

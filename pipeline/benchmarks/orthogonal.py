@@ -65,7 +65,7 @@ class Layer:
 def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("orthogonal", __doc__)
     parser.set_defaults(repeats=5)
-    parser.add_argument("--largest", type=int, default=1024, help="largest n, of 16, 32, 64, ...")
+    parser.add_argument("--largest", type=int, default=1024, help="largest n; the sizes are 16, 32, 64, ...")
     options, device = parser.parse_args(arguments), provenance.default_device()
     measurements.write_measurements(
         "orthogonal", measure(options, device), device, options, inputs={"std": STD, "seed": SEED}

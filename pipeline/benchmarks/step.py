@@ -49,7 +49,7 @@ StepCall = Callable[[], object]
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = measurements.parser("step", __doc__)
-    parser.add_argument("--compile", action="store_true", help=f"also {' and '.join(COMPILABLE)} under torch.compile")
+    parser.add_argument("--compile", action="store_true", help=f"also time {' and '.join(COMPILABLE)} under torch.compile")
     options = parser.parse_args(arguments)
     configure_torch()
     device, settings = provenance.default_device(), params.load()

@@ -207,7 +207,7 @@ def test_a_clock_that_is_wrong_is_caught(project, monkeypatch, capsys):
     monkeypatch.setattr(cost, "seconds", lambda *arguments: seconds(*arguments) / 1e4)
     with pytest.raises(SystemExit):
         attention.main(QUICK_ATTENTION)
-    assert "the clock or the count is wrong" in capsys.readouterr().err
+    assert "the timing or the operation count is wrong" in capsys.readouterr().err
     assert not Path("paper_outputs").exists()
 
 

@@ -66,8 +66,8 @@ def test_a_rehearsal_with_torch_and_triton_alone_leaves_one_archive_with_its_tab
     assert {row["attention"] for row in rows["vit_b16"]} == {"softmax", "orthogonal"}
     assert [row["model"] for row in rows["step"]] == ["osa_exact"] and float(rows["step"][0]["seconds"]) > 0
     assert {"import", "first step", "steps", "evaluations", "checkpoints"} <= {row["phase"] for row in rows["train"]}
-    assert "orthogonal with α = 0.025 over softmax" in done.stdout and "as fast as exact, torch's products" in done.stdout
-    assert "fail or do not repeat: 0 of 4" in done.stdout
+    assert "orthogonal attention with α = 0.025: " in done.stdout and "as fast as torch's matrix products" in done.stdout
+    assert "fail or are not bit-reproducible: 0 of 4" in done.stdout
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_part_that_fails_is_named_and_the_others_are_done(script, tmp_path, mo
     part = tmp_path / "part.py"
     part.write_text("import sys\nsys.exit(sys.argv[1] == 'train')", encoding="utf-8")
     monkeypatch.setitem(script["main"].__globals__, "__file__", str(part))
-    for names, message in ((["train", "machine"], "train did not end well"), (["machin"], "machin: no such part")):
+    for names, message in ((["train", "machine"], "train failed: see PART.txt"), (["machin"], "part 'machin' is unknown")):
         monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--rehearse", "--into", str(tmp_path / "gpu"), *names])
         with pytest.raises(SystemExit, match=message):
             script["main"]()

@@ -68,7 +68,7 @@ def test_what_changed_is_compiled_and_a_warning_names_what_takes_more(rows, tmp_
     monkeypatch.setattr(kernels, "resources", lambda launched, architecture: worse)
     monkeypatch.setattr(kernels, "ROOT", tmp_path)
     kernels.main([])
-    assert capsys.readouterr().err.count("takes more") == 1
+    assert capsys.readouterr().err.count("needs more") == 1
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "ROOT", tmp_path)
     written = kernels.committed_rows()

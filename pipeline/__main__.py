@@ -31,7 +31,7 @@ def main() -> None:
         for each, module in COMMANDS.items():
             print(f"  {each:<23}{docstring(module).splitlines()[0].partition(': `')[0].rstrip('.:')}")
     elif name not in COMMANDS:
-        sys.exit(f"error: {ended(f'{name} is no command{hint(name, COMMANDS)}')}")
+        sys.exit(f"error: {ended(f'command {name!r} is unknown{hint(name, COMMANDS)}')}")
     elif {"-h", "--help"} & {*arguments} and "parse_args" not in path(COMMANDS[name]).read_text(encoding="utf-8"):
         print(docstring(COMMANDS[name]))  # the command takes no options
     else:

@@ -49,7 +49,7 @@ def hint(name: object, known: Collection[str]) -> str:
     close = difflib.get_close_matches(str(name), known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
+    return f"; choose one of {', '.join(known)}" if known else ""
 
 
 def ended(sentence: str) -> str:

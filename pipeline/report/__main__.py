@@ -73,7 +73,7 @@ def make_page(name: str, only: str | None = None) -> None:
     if only is None:
         check_current(name)
     elif only not in studies_on(name):
-        raise UserError(ended(f"--only {only} is no study of this page{hint(only, studies_on(name))}"))
+        raise UserError(ended(f"--only {only} is not a study on the page {name}{hint(only, studies_on(name))}"))
     lab = Lab("report", params.load(), params.load_paper())
     context = common(lab)
     commits = commits_of(context["provenance"]["commit"])
@@ -109,7 +109,8 @@ def check_current(*pages: str) -> None:
             states = entry if isinstance(entry, dict) else {"changed command": {stage: "changed"}}
             for path, state in itertools.chain(*(each.items() for each in states.values())):
                 if state not in ("deleted", "not in cache"):  # a fresh clone lacks the data
-                    raise UserError(f"{path} is not as the stage {stage} knows it: `dvc repro {' '.join(stages)}`.")
+                    remedy = f"run `dvc repro {' '.join(stages)}`"
+                    raise UserError(f"{path} has changed since the stage {stage} last ran: {remedy}.")
 
 
 def common(lab: Lab) -> dict[str, Any]:

@@ -37,12 +37,12 @@ def read_records(lab: Lab) -> dict[tuple[str, int], RunRecord]:
     listed = lab.tables["runs"]
     identities = list(listed[["variant", "seed"]].itertuples(index=False, name=None))
     if identities != [(run.variant, run.seed) for run in of_table_2(lab.params)]:
-        raise UserError(f"{TABLES}/runs.csv has other runs than params.yaml lists: run `dvc repro tables`.")
+        raise UserError(f"the runs in {TABLES}/runs.csv differ from those that params.yaml lists: run `dvc repro tables`.")
     records = {run: Run(*run).ended_record() for run in itertools.compress(identities, listed["status"] != "missing")}
     for run, record in records.items():
         if record.config != params.resolve(lab.params, run[0]):
             path = Run(*run).folder / RECORD
-            raise UserError(f"{path} was made with other parameters than params.yaml has: run `dvc repro`.")
+            raise UserError(f"the parameters in {path} differ from those in params.yaml: run `dvc repro`.")
     return records
 
 

@@ -57,7 +57,7 @@ def names(wing: str | None = None) -> list[str]:
 def wing(name: str) -> str:
     """Returns the folder of a study: paper, deep or orthogonal. Raises UserError if there is no such study."""
     if name not in _wings():
-        raise UserError(ended(f"{name} is no study{hint(name, names())}"))
+        raise UserError(ended(f"study {name!r} is unknown{hint(name, names())}"))
     return _wings()[name]
 
 
@@ -87,7 +87,7 @@ def settings(name: str) -> Any:
     path = reading.in_repository(f"pipeline/studies/{wing(name)}/params.yaml")
     section = reading.read_yaml(path).get(name)
     if section is None:
-        raise UserError(f"{path} has no section {name}: write the study's settings there, or put back those that git has.")
+        raise UserError(f"{path} has no section {name}: write the study's settings there, or restore them from git.")
     return reading.validate(schema, section, f"{path}: {name}")
 
 

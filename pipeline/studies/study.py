@@ -22,11 +22,14 @@ STUDIES = Path("paper_outputs/studies")
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("study", __doc__)
-    parser.add_argument("name", help="a study that measures")
+    parser.add_argument("name", help="a study that makes measurements")
     chosen = parser.parse_args(arguments)
     study = studies.get(chosen.name)
     if study.measure is None:
-        raise UserError(f"{chosen.name} measures nothing: `python -m pipeline report` reads what it needs.")
+        raise UserError(
+            f"the study {chosen.name} makes no measurements of its own: run `python -m pipeline report PAGE` for its page, "
+            "which reads existing results."
+        )
     torch.set_num_threads(1)
     configure_torch()
     settings = studies.settings(chosen.name)

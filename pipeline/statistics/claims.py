@@ -210,8 +210,9 @@ class Speed(Comparison):
 
     @model_validator(mode="after")
     def _factor_fits(self):
-        if self.at_most_factor * self.of_training >= 1:
-            raise ValueError("at_most_factor × of_training must be below 1, or training ends before it is exceeded")
+        if (product := self.at_most_factor * self.of_training) >= 1:
+            why = "otherwise training ends before the factor can be exceeded"
+            raise ValueError(f"at_most_factor × of_training must be below 1, not {product:g}; {why}")
         return self
 
     def verdict(self, first: str, second: str, results: Results, declared: Declared) -> Verdict:
@@ -234,7 +235,8 @@ class Contrast(Claim):
     @model_validator(mode="after")
     def _models_fit(self):
         if len(self.models) != len(CONTRAST_WEIGHTS[self.kind]):
-            raise ValueError(f"models should be {len(CONTRAST_WEIGHTS[self.kind])} for {self.kind}, not {len(self.models)}")
+            expected = f"{len(CONTRAST_WEIGHTS[self.kind])} entries for {self.kind}"
+            raise ValueError(f"models must have {expected}, not {len(self.models)}")
         return self
 
     def judge(self, results: Results, declared: Declared = NOTHING) -> dict[str, Verdict]:
@@ -325,7 +327,7 @@ def read_claim(path: str | Path, name: str, kind: type[Sought]) -> Sought:
     """Reads one claim. Raises UserError if no claim has this name and kind."""
     claim = read_claims(path).get(name)
     if not isinstance(claim, kind):
-        raise UserError(f"{path} has no claim {name} of the kind {kind.__name__.lower()}: `git checkout {path}`.")
+        raise UserError(f"{path} has no claim {name} of the kind {kind.__name__.lower()}: run `git checkout {path}`.")
     return claim
 
 

@@ -10,13 +10,16 @@ from pipeline.config.params import PositiveInt
 def _has_full_rank(size: list[int]) -> list[int]:
     tokens, width = size
     if tokens < 2 * width:
-        raise ValueError(f"N = {tokens} < 2 d_v = {2 * width}: M needs full rank for its condition")
+        raise ValueError(
+            f"N = {tokens} is below 2 d_v = {2 * width}: M needs full column rank for its condition number; "
+            "write a larger N or a smaller d_v"
+        )
     return size
 
 
 def _rise(depths: list[int]) -> list[int]:
     if len(depths) < 2 or depths != sorted(set(depths)):
-        raise ValueError("should be two or more, in rising order")
+        raise ValueError(f"must have two or more entries, in increasing order without repeats, not {depths}")
     return depths
 
 

@@ -67,10 +67,11 @@ class Settings(Section):
     def _orders_can_be_seen(self):
         least = 256 * self.width  # from this N on, N×N terms dominate N×d terms in the fitted slopes
         if self.largest_tokens < least:
-            raise ValueError(f"largest_tokens {self.largest_tokens} is too small for an exponent; write {least} or more")
-        for tokens, width in [(self.tokens, max(self.widths)), (self.tokens_per_width, 1)]:
+            raise ValueError(f"largest_tokens must be {least} or more to fit an exponent, not {self.largest_tokens}")
+        per_width = ("tokens_per_width", self.tokens_per_width, 1)
+        for key, tokens, width in [("tokens", self.tokens, max(self.widths)), per_width]:
             if tokens < 2 * width:
-                raise ValueError(f"{tokens} tokens are fewer than twice the width {width}: Table 1 is about 2d ≤ N")
+                raise ValueError(f"{key} must be {2 * width} or more, not {tokens}: Table 1 assumes 2d ≤ N for every width")
         return self
 
 

@@ -41,7 +41,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def _depths_rise(self):
         if self.depths[0] != 0 or self.depths != sorted(set(self.depths)):
-            raise ValueError("depths must rise from 0")
+            raise ValueError(f"depths must start at 0 and be in increasing order without repeats, not {self.depths}")
         return self
 
 

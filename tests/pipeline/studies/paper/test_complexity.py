@@ -189,9 +189,9 @@ def test_a_power_that_is_too_high_fails(part, column, power, holds, tables):
 @pytest.mark.parametrize(
     "changes, expected",
     [
-        ({"widths": [2, 4, 64]}, "64 tokens"),
-        ({"tokens_per_width": 1}, "1 tokens"),
-        ({"largest_tokens": 511}, "largest_tokens 511.*512"),
+        ({"widths": [2, 4, 64]}, "tokens must be 128 or more, not 64"),
+        ({"tokens_per_width": 1}, "tokens_per_width must be 2 or more, not 1"),
+        ({"largest_tokens": 511}, "largest_tokens must be 512 or more.*not 511"),
         ({"widths": [2, 4]}, "widths"),
     ],
 )

@@ -142,9 +142,9 @@ def test_wrong_code_fails(name, lab, monkeypatch):
 @pytest.mark.parametrize(
     "study, values, words",
     [
-        (theorem_2_1, {"sizes": [[5, 3]]}, r"sizes.*N = 5 < 2 d_v = 6"),
-        (theorem_3_1, {"sizes": [[5, 3]]}, r"sizes.*N = 5 < 2 d_v = 6"),
-        *((theorem_2_2, {"depths": depths}, "depths must rise from 0") for depths in ([1, 2], [0, 4, 2], [0, 1, 1])),
+        (theorem_2_1, {"sizes": [[5, 3]]}, r"sizes.*N = 5 is below 2 d_v = 6"),
+        (theorem_3_1, {"sizes": [[5, 3]]}, r"sizes.*N = 5 is below 2 d_v = 6"),
+        *((theorem_2_2, {"depths": depths}, "depths must start at 0") for depths in ([1, 2], [0, 4, 2], [0, 1, 1])),
     ],
 )
 def test_settings_that_a_theorem_is_not_about_are_refused(study, values, words):

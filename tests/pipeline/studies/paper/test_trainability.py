@@ -94,5 +94,5 @@ def test_summary_of_known_decays(lab):
 
 @pytest.mark.parametrize("depths", [[6], [12, 6], [6, 6]])
 def test_impossible_depths_are_named(depths):
-    with pytest.raises(UserError, match="trainability.*depths.*two or more, in rising order"):
+    with pytest.raises(UserError, match="trainability.*depths.*two or more entries, in increasing order"):
         reading.validate(Settings, {"seeds": [0], "depths": depths}, "params.yaml: trainability")

@@ -38,7 +38,7 @@ test: setup-all  ## the test suite
 plan: setup  ## what `make reproduce` would run, why, and for how long
 	@$(RUN) python -m pipeline plan
 
-reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one a core or GPU), up to the README's result
+reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one per core or GPU), up to the README's result
 	@$(RUN) python -m pipeline reproduce $(if $(JOBS),--jobs $(JOBS))
 
 restore: setup  ## back to the committed results; what was edited and trained since moves to .restored/

@@ -112,7 +112,7 @@ def installed(folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_without_a_gpu_it_takes_the_build_for_cpus_and_asks_once(make, tmp_path, index):
     refused = make("setup", "TORCH=gpu")
-    assert refused.returncode and refused.stderr.startswith("error: TORCH=gpu is not known")
+    assert refused.returncode and refused.stderr.startswith("error: TORCH=gpu is unknown")
     done = make("setup")
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (0, 1, "")  # nothing of the installer's
     assert installed(tmp_path) == FOR_CPUS

@@ -86,7 +86,7 @@ def name_lost_nodes(nodes: list[dict[str, Any]], known: set[str]) -> None:
         if not node["Alive"] and node["NodeID"] not in known:
             known.add(node["NodeID"])
             address = node["NodeManagerAddress"]
-            tqdm.write(f"warning: the node {address} is gone: what it trained begins again on another.", file=sys.stderr)
+            tqdm.write(f"warning: lost the node {address}: its runs start again on another node.", file=sys.stderr)
 
 
 def files_of(run: Run) -> list[Path]:

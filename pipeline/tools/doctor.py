@@ -35,7 +35,7 @@ def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
     try:
         return list(check())
     except ImportError as error:
-        return [(what, f"not checked, without {error.name or error}", "`make setup`", False)]
+        return [(what, f"not checked, because {error.name or error} is not installed", "run `make setup`", False)]
     except Exception as error:  # noqa: BLE001  the other checks must still run
         return [(what, "cannot be checked", str(error).partition("\n")[0] or repr(error), True)]
 
@@ -43,7 +43,7 @@ def guarded(check: Callable[[], Iterator[Line]]) -> list[Line]:
 def system() -> Iterator[Line]:
     fits = install.OLDEST <= sys.version_info[:2] <= install.NEWEST
     fitting = "{}.{} to {}.{}".format(*install.OLDEST, *install.NEWEST)
-    remedy = "" if fits else f"install one of {fitting}, and `make setup PYTHON=python3.12`"
+    remedy = "" if fits else f"install Python {fitting}, then run, for example, `make setup PYTHON=python3.12`"
     yield "Python", f"{sys.version.split()[0]} at {sys.executable}", remedy, True
     pins = re.findall(r"^([\w.-]+)==([^\s;]+)$", Path("requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)
     present = {}
@@ -51,22 +51,24 @@ def system() -> Iterator[Line]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             present[name] = importlib.metadata.version(name)
     other = [name for name, pin in pins if present.get(name, "").partition("+")[0] != pin]
-    remedy = f"`make setup`, and .venv/bin first on PATH; not so: {', '.join(other[:3])}" if other else ""
+    remedy = f"run `make setup`, and put .venv/bin first on PATH; not as pinned: {', '.join(other[:3])}" if other else ""
     is_needed = not {"dvc", "torch", "pydantic"} <= present.keys()
     yield "packages", f"{len(pins) - len(other)} of {len(pins)} as pinned", remedy, is_needed
     free = shutil.disk_usage(".").free
-    yield "disk", f"{free / 1e9:.1f} GB free", "" if free > LEAST_DISK else f"make room: {LEAST_DISK / 1e9:g} GB", True
+    remedy = "" if free > LEAST_DISK else f"free up disk space: at least {LEAST_DISK / 1e9:g} GB must be free"
+    yield "disk", f"{free / 1e9:.1f} GB free", remedy, True
 
 
 def dvc() -> Iterator[Line]:
     text = Path("dvc.lock").read_text(encoding="utf-8") if Path("dvc.lock").exists() else ""
     is_torn = re.search("^(<{7}|>{7})", text, re.MULTILINE)
-    yield "dvc.lock", "in conflict" if is_torn else "whole", "`git checkout HEAD dvc.lock`" if is_torn else "", True
+    yield "dvc.lock", "in conflict" if is_torn else "intact", "run `git checkout HEAD dvc.lock`" if is_torn else "", True
     held = locks.held()
-    remedy = "wait for it, or `dvc --wait-for-lock repro`" if held else ""
+    remedy = "wait until they are released, or run `dvc --wait-for-lock repro`" if held else ""
     yield "locks", f"held: {', '.join(held)}" if held else "free", remedy, True
     if not held and locks.claims() is None:
-        yield "rwlock", f"{locks.RWLOCK} is empty or torn, as a killed process leaves it", f"`rm {locks.RWLOCK}`", True
+        state = f"{locks.RWLOCK} is empty or damaged, probably because a process was killed"
+        yield "rwlock", state, f"run `rm {locks.RWLOCK}`", True
 
 
 def torch() -> Iterator[Line]:
@@ -74,7 +76,7 @@ def torch() -> Iterator[Line]:
 
     build = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'for CPUs'}"
     is_unused = shutil.which("nvidia-smi") and not torch.cuda.is_available()
-    remedy = "it cannot use the GPU: move .venv away, and `make setup TORCH=cuda`" if is_unused else ""
+    remedy = "it cannot use the GPU: move .venv away, then run `make setup TORCH=cuda`" if is_unused else ""
     yield "torch", f"{build}; {torch.cuda.device_count()} GPUs", remedy, False
 
 
@@ -85,9 +87,10 @@ def data() -> Iterator[Line]:
     source = params.load().data.source
     if idx.folder(source).exists():
         idx.data_digest(idx.folder(source))  # raises an error if a file is damaged
-        yield "data", f"{source}, whole", "", True
+        yield "data", f"{source}, intact", "", True
     else:
-        copy = "" if source == params.USER_FOLDER else f", or from a copy with OSA_{source.upper()}_MIRROR=/path/to/it"
+        mirror = f"; set OSA_{source.upper()}_MIRROR=/path/to/folder to fetch it from a local copy"
+        copy = "" if source == params.USER_FOLDER else mirror
         yield "data", f"{source}, which params.yaml names, is not here", f"`make reproduce` fetches it{copy}", False
 
 
@@ -97,11 +100,11 @@ def runs() -> Iterator[Line]:
 
     jobs = table_2_jobs(params.load())
     weights = sum(run.weights.exists() for run, _ in jobs)
-    remedy = "`git checkout paper_outputs/weights` where git has them, or `make reproduce`" if weights < len(jobs) else ""
-    yield "weights", f"{weights} of {len(jobs)} runs of Table 2 have theirs", remedy, False
+    remedy = "run `git checkout paper_outputs/weights` if git has them, or `make reproduce`" if weights < len(jobs) else ""
+    yield "weights", f"{weights} of {len(jobs)} runs of Table 2 have weights here", remedy, False
     current = sum(run.is_current(config) for run, config in jobs)
-    remedy = "`make plan` says why, `make reproduce` trains them" if current < len(jobs) else ""
-    yield "records", f"{current} of {len(jobs)} are of today's numerics and parameters", remedy, False
+    remedy = "run `make plan` to see why, and `make reproduce` to train the others" if current < len(jobs) else ""
+    yield "records", f"{current} of {len(jobs)} match the current numerics and parameters", remedy, False
 
 
 CHECKS = (system, dvc, torch, data, runs)

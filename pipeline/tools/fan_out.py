@@ -53,9 +53,11 @@ BAR = "{n_fmt}/{total_fmt} trainings{postfix} [{elapsed}]"
 @entry_point
 def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("fan_out", __doc__)
-    parser.add_argument("--cluster", metavar="ADDRESS", help="of a Ray cluster; auto: the one that runs on this machine")
-    parser.add_argument("--print", action="store_true", help="train nothing: write the command of each run, one a line")
-    only_help = "these instead, of any study, in this order, as in depth/vit+model.depth=36*/0; * stands for anything"
+    cluster_help = "address of a Ray cluster, or auto for the one running on this machine"
+    parser.add_argument("--cluster", metavar="ADDRESS", help=cluster_help)
+    parser.add_argument("--print", action="store_true", help="train nothing: print the command of each run, one per line")
+    only_help = "train only these runs, of any study and in this order (default: those of Table 2), "
+    only_help += "as in depth/vit+model.depth=36*/0; * stands for anything"
     parser.add_argument("--only", nargs="+", metavar="RUN", default=OF_TABLE_2, help=only_help)
     chosen = add_options(parser).parse_args(arguments)
     if chosen.print:
@@ -63,28 +65,31 @@ def main(arguments: list[str] | None = None) -> None:
             print(shlex.join(["python", *command(run), "--no-tracking"]))
         return
     if others := locks.dvc_processes():
-        raise UserError(f"{' and '.join(others)} works here, and may train the same runs: wait for it, or end it.")
+        problem = f"DVC is running here ({' and '.join(others)}) and may train the same runs"
+        raise UserError(f"{problem}: wait for it to finish, or stop it.")
     if locks.claims() is None:
-        raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
+        problem = f"{locks.RWLOCK} is empty or damaged, probably because a process was killed"
+        raise UserError(f"{problem}: run `rm {locks.RWLOCK}`.")
     with single_instance(locks.FAN_OUT):
         settings = params.load()
         adopt(settings, chosen.no_tracking)
         jobs = list_jobs(settings, chosen.only)
         left = missing(jobs)
         if not left:
-            print(f"Nothing to train: all {len(jobs)} runs are there.")
+            print(f"Nothing to train: all {len(jobs)} runs exist already.")
             return
         uncommitted: list[str] = []
         for ended in train_all(left, chosen.jobs, chosen.per_gpu, chosen.no_tracking, chosen.cluster):
             uncommitted += commit(ended)
         if uncommitted:
-            raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(uncommitted)}`.")
+            raise UserError(commit_failed(uncommitted))
 
 
 def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds the options shared by all commands that train several runs. Returns the parser."""
-    parser.add_argument("--jobs", type=positive, help="trainings at a time on this machine; default: one a core or GPU")
-    per_gpu_help = "trainings at a time on one GPU; default: 1; for more, start NVIDIA's MPS by `nvidia-cuda-mps-control -d`"
+    parser.add_argument("--jobs", type=positive, help="runs trained at a time on this machine; default: one per core or GPU")
+    per_gpu_help = "runs trained at a time on one GPU (default: 1); for more, first start NVIDIA's MPS with "
+    per_gpu_help += "`nvidia-cuda-mps-control -d`"
     parser.add_argument("--per-gpu", type=positive, default=1, metavar="N", help=per_gpu_help)
     parser.add_argument("--no-tracking", action="store_true", help="do not show the runs in MLflow")
     return parser
@@ -92,7 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def positive(text: str) -> int:
     if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, not {text}")
     return int(text)
 
 
@@ -111,9 +116,12 @@ def single_instance(lock: Path) -> Iterator[None]:
         with FileLock(lock, timeout=0):
             yield
     except Timeout:
-        raise UserError(f"another {lock.stem} works here ({lock} is locked): wait for it, or end it.") from None
+        problem = f"another {lock.stem} is running here ({lock} is locked)"
+        raise UserError(f"{problem}: wait for it to finish, or stop it.") from None
     except KeyboardInterrupt:
-        raise UserError("interrupted: the same command goes on at the last point of each run's curves.") from None
+        raise UserError(
+            "interrupted: run the same command again to resume each run from the last saved point of its curves."
+        ) from None
 
 
 def train_all(
@@ -220,16 +228,20 @@ def adopt(settings: Params, no_tracking: bool) -> None:
         return
     done = subprocess.run(["dvc", "status", "--json", "train"], stdout=subprocess.PIPE, check=False, encoding="utf-8")
     if done.returncode:
-        raise UserError("`dvc status train` failed: do what it says.")
+        raise UserError("`dvc status train` failed: fix the error reported above.")
     changed = json.loads(done.stdout)
     runs = [run for run, config in table_2_jobs(settings) if run.stage in changed and is_trained(run, config)]
     if not runs:
         return
-    print(f"Telling DVC of runs that it does not know: {', '.join(map(str, runs))}", file=sys.stderr)
+    print(f"Registering with DVC the runs that it has not recorded: {', '.join(map(str, runs))}", file=sys.stderr)
     if refused := commit(runs):
-        raise UserError(f"`dvc commit` failed: do what it says, and then `dvc commit -f {shlex.join(refused)}`.")
+        raise UserError(commit_failed(refused))
     if not no_tracking:
         tracking.sync_quietly(*runs)
+
+
+def commit_failed(stages: list[str]) -> str:
+    return f"`dvc commit` failed: fix the error reported above, then run `dvc commit -f {shlex.join(stages)}`."
 
 
 def commit(runs: list[Run]) -> list[str]:
@@ -241,7 +253,8 @@ def commit(runs: list[Run]) -> list[str]:
     if not (targets and has_dvc()):
         return []
     while others := locks.dvc_processes():
-        print(f"{' and '.join(others)} works here: waiting to tell DVC of {len(targets)} runs.", file=sys.stderr, flush=True)
+        user = f"which is running here ({' and '.join(others)})"
+        print(f"Waiting to register {len(targets)} runs with DVC, {user}.", file=sys.stderr, flush=True)
         time.sleep(LOGGED_EVERY)
     command = ["dvc", "--wait-for-lock", "commit", "--force", "--quiet", *targets]
     return targets if subprocess.run(command, check=False).returncode else []

@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("venv", type=Path)
     parser.add_argument("requirements", type=Path, nargs="+", help="files, requirements.txt first")
-    parser.add_argument("--torch", default="", help="cpu or cuda; left out, the machine decides")
+    parser.add_argument("--torch", default="", help="cpu or cuda; default: cuda if the machine has a GPU, else cpu")
     parser.add_argument("--index", default="", help="PyTorch's index of builds for CPUs, or a mirror of it")
     parser.add_argument("--uv", help="the path of uv, which then installs instead of pip")
     options = parser.parse_args()
@@ -38,7 +38,7 @@ def main() -> None:
     try:
         update(options)
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from there.", file=sys.stderr)
+        print("interrupted: run the same command again to resume.", file=sys.stderr)
         sys.exit(130)
 
 
@@ -46,9 +46,9 @@ def update(options: argparse.Namespace) -> None:
     """Installs each requirements file that has changed since it was last installed."""
     venv = options.venv
     if options.torch not in ("", "cpu", "cuda"):
-        sys.exit(f"error: TORCH={options.torch} is not known: write TORCH=cpu or TORCH=cuda, or leave it out.")
+        sys.exit(f"error: TORCH={options.torch} is unknown; choose TORCH=cpu or TORCH=cuda, or leave it out.")
     if options.torch == "cuda" and torch_build(venv) == CPU:
-        sys.exit(f"error: {venv} has PyTorch for CPUs: move it away, and `make setup TORCH=cuda` creates another.")
+        sys.exit(f"error: {venv} has PyTorch for CPUs: move it away, then run `make setup TORCH=cuda`.")
     stale = [path for path in options.requirements if not is_installed(path, venv)]
     if not stale:
         return
@@ -57,7 +57,7 @@ def update(options: argparse.Namespace) -> None:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an installer inherits the lock, and may outlive this process
         except BlockingIOError:
-            sys.exit(f"error: another process installs into {venv}: try again when it has ended.")
+            sys.exit(f"error: another process is installing into {venv}: try again when it has finished.")
         log.truncate(0)
         if not (has_python(venv) and (venv / "bin/pip").exists()):
             create(options, log)
@@ -100,10 +100,10 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
         command = [options.uv, "venv", "--seed", "--allow-existing", "--python", fitting, str(venv)]
     else:
         versions = "Python {}.{} to {}.{} is needed, not {}.{}".format(*OLDEST, *NEWEST, *sys.version_info)
-        sys.exit(f"error: {versions}: give one, as in `make setup PYTHON=python3.12`, or install uv, which fetches one.")
+        sys.exit(f"error: {versions}: name one, as in `make setup PYTHON=python3.12`, or install uv, which downloads one.")
     if not run_logged(command, venv, log):
         sys.stderr.write((venv / "install.log").read_text(encoding="utf-8", errors="replace"))
-        sys.exit(f"error: `{' '.join(command)}` failed: mend what it names above, and try again.")
+        sys.exit(f"error: `{' '.join(command)}` failed: fix the error reported above, and try again.")
 
 
 def install_with_torch(path: Path, options: argparse.Namespace, log: BinaryIO) -> None:
@@ -117,8 +117,8 @@ def install_with_torch(path: Path, options: argparse.Namespace, log: BinaryIO) -
         install_all(others, options, log)
         return
     if chosen == CPU:
-        reason = f"that nothing uses here, as {public(options.index)} does not deliver; TORCH_INDEX=URL names a mirror"
-        print(f"Installing into {venv}: 5.6 GB, most of it CUDA {reason}.", flush=True)
+        reason = f"because {public(options.index)} does not answer or has no CPU build; set TORCH_INDEX=URL to use a mirror"
+        print(f"Installing into {venv}: 5.6 GB, most of it CUDA libraries that are not needed here, {reason}.", flush=True)
     else:
         announce(venv, "5.6 GB, most of it CUDA" if sys.platform == "linux" else "about 2 GB")
     install_all(path, options, log)

@@ -38,14 +38,15 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         changed, following, count = plan(Repo())
     except LockError as error:
-        raise UserError(f"another process works with DVC here ({' '.join(str(error).split())}): wait for it.") from None
+        cause = " ".join(str(error).split())
+        raise UserError(f"another process is using DVC here ({cause}): wait for it to finish.") from None
     except DvcException as error:
-        remedy = f"`rm {locks.RWLOCK}`" if locks.claims() is None else "`make doctor`"
+        remedy = f"run `rm {locks.RWLOCK}`" if locks.claims() is None else "run `make doctor`"
         raise UserError(f"DVC cannot say what has changed ({str(error).splitlines()[0]}): {remedy}.") from None
     source = settings.data.source
     if not idx.folder(source).exists():
         size = fetch.MEGABYTES.get(source)
-        origin = f"comes from its mirrors, {size} MB" if size else "is made from what is on this machine"
+        origin = f"will be downloaded from its mirrors ({size} MB)" if size else "will be made from files on this machine"
         changed.setdefault("fetch", []).append(f"{source} is not here, and {origin}")
         following = [name for name in following if name != "fetch"]
     if not changed:
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{group_label(group, stages)}: {shortened(list(why), '; ')}{estimate(stages, settings, estimates)}")
     if following:
         names = [group_label(group, stages) for group, stages in by_group(following).items()]
-        print(f"If these come out differently: {', '.join(names)}{estimate(following, settings, estimates)}")
+        print(f"Only if the results above change: {', '.join(names)}{estimate(following, settings, estimates)}")
     others = count - len(changed) - len(following)
     more = f"up to {len(following)} more may follow, " if following else ""
     stages_will = "1 stage will" if len(changed) == 1 else f"{len(changed)} stages will"
@@ -154,7 +155,7 @@ def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -
     """Formats the estimated time of training runs, one after another, plus `others` seconds for other stages."""
     known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
     if len(known) < len(trainings):
-        return "; of unknown length"
+        return "; time unknown"
     whole = sum(known) + others
     return f"; about {times.duration(whole)}" if whole >= 1 else ""
 

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         "OSA has neither skip connections nor LayerNorm: compare it with the ViT that has both and the ViT with neither. "
         "Small models, few digits and one seed make a demonstration, not the paper's setting.\n"
-        f"Edit {FOLDER}/params.yaml and give `make quickstart` again. The report is {report}"
+        f"Edit {FOLDER}/params.yaml and run `make quickstart` again. The report is {report}"
     )
 
 

@@ -50,7 +50,7 @@ def bring_up_to_date(settings: params.Params, options: list[str]) -> int:
     left = missing(table_2_jobs(settings))
     if left:
         fan_out.main(options)
-    print("DVC looks for stages whose inputs have changed.", flush=True)
+    print("DVC is looking for stages whose inputs have changed.", flush=True)
     repro()
     return len(left)
 
@@ -78,13 +78,13 @@ def repro(*options: str) -> None:
             process.terminate()
             raise
     if process.returncode:
-        raise UserError("`dvc repro` failed, as it says above: with that mended, the same command goes on from there.")
+        raise UserError("`dvc repro` failed: fix the error reported above, then run the same command again to resume.")
 
 
 def summary_line(trained: int) -> str:
     if trained:
         runs_were = "1 run was" if trained == 1 else f"{trained} runs were"
-        return f"{runs_were} trained: `git diff --stat` shows what came out otherwise, `make restore` takes it back."
+        return f"{runs_were} trained: `git diff --stat` shows which results changed, and `make restore` undoes the changes."
     if git.ask("status", "--porcelain", "--", str(OUTPUTS)):
         return "Nothing was trained, but some results differ from the committed ones: `git status` lists them."
     return "Nothing was trained: results are as committed."

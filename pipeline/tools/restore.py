@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--yes", action="store_true", help="do not ask")
     chosen = parser.parse_args(arguments)
     if not Path(".git").exists() or git.run("rev-parse", "--show-prefix").strip():
-        raise UserError("no git repository has its root here: run from the root of a clone.")
+        raise UserError("this folder is not the root of a git repository: run from the root of a clone.")
     refuse_while_others_work()
     tell_of_interrupted()
     committed = git.run("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0")
@@ -68,13 +68,16 @@ def main(arguments: list[str] | None = None) -> None:
     print_paths("Changed too, and to be left alone:", [path for path in states if path not in affected], committed)
     if not chosen.yes:
         if not sys.stdin.isatty():
-            raise UserError("nothing was restored, as nobody is there to be asked: `python -m pipeline restore --yes`.")
+            raise UserError(
+                "nothing was restored, because there is no terminal on which to ask for confirmation: run "
+                "`python -m pipeline restore --yes`."
+            )
         if input("Restore? [y/N] ").strip().lower() not in ("y", "yes"):
             print("Nothing was restored.")
             return
     refuse_while_others_work()
     if changed_paths() != states:
-        raise UserError("nothing was restored, as files have changed since the list: give the command again.")
+        raise UserError("nothing was restored, because files have changed since they were listed: run the command again.")
     # A file that was edited after staging has two versions to keep.
     staged = [path for path in affected if states[path][0] in "MAT" and states[path][1] != " "]
     restore(folder, affected, staged, moving, back)
@@ -138,9 +141,11 @@ def put_back(folder: Path, moving: list[str], back: list[str]) -> None:
 def refuse_while_others_work() -> None:
     """Raises UserError if a pipeline command or DVC is running in this folder, or if `locks.RWLOCK` is damaged."""
     if others := [*locks.held(), *locks.stages()]:
-        raise UserError(f"at work here: {' and '.join(others)}. Wait until that has ended, or end it.")
+        problem = f"other processes are using this folder ({' and '.join(others)})"
+        raise UserError(f"{problem}: wait for them to finish, or stop them.")
     if locks.claims() is None:
-        raise UserError(f"{locks.RWLOCK} is empty or torn, as a killed process leaves it: `rm {locks.RWLOCK}`.")
+        problem = f"{locks.RWLOCK} is empty or damaged, probably because a process was killed"
+        raise UserError(f"{problem}: run `rm {locks.RWLOCK}`.")
 
 
 def tell_of_interrupted() -> None:
@@ -166,7 +171,7 @@ def refuse_hidden(outputs: list[str]) -> None:
     for flag, paths in hidden.items():
         if paths:
             remedy = f"git update-index --no-{flag} {shlex.join(paths)}"
-            raise UserError(f"git is told to overlook changes of {paths[0]} ({flag}): end that by `{remedy}`.")
+            raise UserError(f"git has been told to ignore changes to {paths[0]} ({flag}): undo that with `{remedy}`.")
 
 
 def refuse_unfinished(affected: list[str], states: dict[str, str]) -> None:
@@ -191,7 +196,8 @@ def refuse_links_and_folders(affected: list[str]) -> None:
             if each.is_symlink() or is_folder:
                 remedy = shlex.join(["mv", "-n", str(each), f"{each.name}.mine"])
                 kind = "a link" if each.is_symlink() else "a folder"
-                raise UserError(f"{each} is {kind}, which cannot be restored in place: move it away, as by `{remedy}`.")
+                problem = f"{each} is {kind}, which cannot be restored in place"
+                raise UserError(f"{problem}: move it away, for example with `{remedy}`.")
 
 
 def changed_paths() -> dict[str, str]:
@@ -259,7 +265,7 @@ def write_from_index(paths: list[str], folder: Path) -> None:
     """Copies the files at `paths` from git's index to `folder`. Raises UserError if git fails to write any of them."""
     git.run("checkout-index", "-z", "--stdin", f"--prefix={folder}/", given=paths)
     if missing := [path for path in paths if not os.path.lexists(folder / path)]:
-        raise UserError(f"git does not write {missing[0]}: `git fsck` says whether the repository is whole.")
+        raise UserError(f"git could not write {missing[0]}: run `git fsck` to check whether the repository is intact.")
 
 
 def move(source: Path, target: Path) -> None:

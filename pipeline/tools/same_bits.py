@@ -42,7 +42,7 @@ def main() -> None:
             git.run("worktree", "remove", "--force", str(tree), folder=ROOT)
     other = [name for name in here if name in there and here[name] != there[name]]
     compared = len(here.keys() & there.keys())
-    print(f"{compared} models of {commit} compared after {STEPS} steps; with other bits: {', '.join(other) or 'none'}")
+    print(f"{compared} models compared with {commit} after {STEPS} steps; not bit-identical: {', '.join(other) or 'none'}")
     sys.exit(bool(other))
 
 

@@ -22,7 +22,8 @@ def main() -> None:
     parser.add_argument("seed", type=params.seed)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="try another value, without DVC")
     parser.add_argument("--study", help="train the model as this study does, and add the run to the study's runs")
-    parser.add_argument("--eager", action="store_true", help="on CUDA, launch every kernel by itself: slower, same numbers")
+    eager_help = "on CUDA, launch every kernel separately, without CUDA graphs: slower, same numbers"
+    parser.add_argument("--eager", action="store_true", help=eager_help)
     parser.add_argument("--no-tracking", action="store_true", help="do not show the run in MLflow")
     arguments = parser.parse_args(params.without_stage(sys.argv[1:]))
 

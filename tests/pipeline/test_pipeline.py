@@ -311,7 +311,7 @@ def test_an_array_of_printed_commands_trains_all_and_dvc_hears_of_it_afterwards(
     assert output("python -m pipeline fan_out --print") == ""
     dry = f"{repro} --dry || true"  # it fails where it comes to a stage that has never run
     assert output(dry).count("Running stage 'train@") == 2
-    assert output(f"{again} --no-tracking") == "Nothing to train: all 2 runs are there.\n"
+    assert output(f"{again} --no-tracking") == "Nothing to train: all 2 runs exist already.\n"
     assert "Running stage 'train@" not in output(dry)
     assert len([*Path("paper_outputs/runs/table_2").glob("*/*/record.json")]) == 2
 

@@ -30,7 +30,7 @@ def remedies(check) -> dict[str, str]:
 def test_it_needs_python_alone_and_its_status_says_what_is_missing(monkeypatch, capsys):
     done = subprocess.run([sys.executable, "-S", "-m", "pipeline.tools.doctor"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == ""
-    assert re.search(r"^NO  packages  0 of \d+ as pinned: `make setup`", done.stdout, re.MULTILINE)
+    assert re.search(r"^NO  packages  0 of \d+ as pinned: run `make setup`", done.stdout, re.MULTILINE)
     assert "packages" in done.stdout.splitlines()[-1]
     for is_needed in (False, True):
         monkeypatch.setattr(doctor, "CHECKS", [lambda needed=is_needed: [("thing", "gone", "buy one", needed)]])
@@ -61,12 +61,12 @@ def test_data_and_runs(monkeypatch):
 
 def test_locks_and_stores(monkeypatch):
     Path("dvc.lock").write_text("<<<<<<< HEAD\n", encoding="utf-8")
-    assert remedies(doctor.dvc) == {"dvc.lock": "`git checkout HEAD dvc.lock`", "locks": ""}
+    assert remedies(doctor.dvc) == {"dvc.lock": "run `git checkout HEAD dvc.lock`", "locks": ""}
     claims = {"write": {"/x": {"pid": 999999999, "cmd": "dvc repro"}}, "read": {"/y": [{"pid": os.getppid(), "cmd": "dvc"}]}}
     files.write_json(locks.RWLOCK, claims)
     assert locks.dvc_processes() == [f"`dvc` (process {os.getppid()})"] and "wait" in remedies(doctor.dvc)["locks"]
     for torn in ("", '{"write": ', "[]"):  # as a kill leaves it
         locks.RWLOCK.write_text(torn, encoding="utf-8")
-        assert locks.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"`rm {locks.RWLOCK}`"
+        assert locks.dvc_processes() == [] and remedies(doctor.dvc)["rwlock"] == f"run `rm {locks.RWLOCK}`"
         with FileLock(".dvc/tmp/lock"):
             assert remedies(doctor.dvc).keys() == {"dvc.lock", "locks"}  # a process that writes it now

@@ -296,7 +296,7 @@ def test_who_else_works_here_is_named(monkeypatch, capsys):
     monkeypatch.setattr(locks, "dvc_processes", lambda: next(answers))
     monkeypatch.setattr(fan_out.subprocess, "run", lambda command, check: types.SimpleNamespace(returncode=1))
     assert fan_out.commit([Run("vit", 0)]) == ["train@vit-0"]
-    assert "waiting" in capsys.readouterr().err and next(answers, None) is None
+    assert "Waiting" in capsys.readouterr().err and next(answers, None) is None
 
 
 def test_the_time_of_own_images_is_that_of_their_number_once_they_are_stored(monkeypatch):
@@ -457,7 +457,7 @@ def test_a_node_that_dies_is_named_once(capsys):
     for _ in range(2):
         cluster.name_lost_nodes(nodes, known)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["warning: the node 10.0.0.2 is gone: what it trained begins again on another."]
+    assert lines == ["warning: lost the node 10.0.0.2: its runs start again on another node."]
 
 
 def test_a_cluster_needs_ray(monkeypatch):

@@ -75,7 +75,7 @@ def test_what_was_interrupted_is_not_installed_and_the_same_command_goes_on(venv
         while not ((venv / "install.log").exists() and (venv / "install.log").stat().st_size):
             time.sleep(0.01)
         second = subprocess.run(command, capture_output=True, text=True)
-        assert second.returncode == 1 and second.stderr.startswith("error: another process installs into .venv")
+        assert second.returncode == 1 and second.stderr.startswith("error: another process is installing into .venv")
         process.send_signal(signal.SIGTERM)
         assert process.communicate()[1].startswith("interrupted") and process.returncode == 130
     assert not (venv / "requirements-dev.txt").exists()
@@ -104,7 +104,7 @@ def test_a_python_too_old_says_so_or_lets_uv_find_another(venv, monkeypatch, cap
         install.create(options, log)
         assert "--python >=3.11,<3.15 .venv" in Path("asked.txt").read_text(encoding="utf-8")
         options.uv = program(Path("uv"), "echo no network; exit 2")
-        with pytest.raises(SystemExit, match="failed: mend what it names above"):
+        with pytest.raises(SystemExit, match="failed: fix the error reported above"):
             install.create(options, log)
     assert capsys.readouterr().err == "no network\n"
 

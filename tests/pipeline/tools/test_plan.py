@@ -67,7 +67,10 @@ def test_missing_weights_and_data_are_no_reason_to_run(project, capsys):
     plan.main([])
     text = capsys.readouterr().out
     assert "up to date" in text and "train (" not in text
-    assert "fetch: mnist is not here, and comes from its mirrors, 12 MB; about 10 s\n" in text.splitlines(keepends=True)[0]
+    assert (
+        "fetch: mnist is not here, and will be downloaded from its mirrors (12 MB); about 10 s\n"
+        in text.splitlines(keepends=True)[0]
+    )
     assert "\n1 stage will run, 3 are up to date.\n" in text
     assert "weights of 1 recorded run" in text and "1 h 0 min" in text
 
@@ -90,7 +93,7 @@ def test_what_follows_has_its_time_too(project, capsys):
     plan.main([])
     first, second, last, _ = capsys.readouterr().out.splitlines()
     assert first == "fetch: code is modified; about 10 s"
-    assert second.startswith("If these come out differently: train (vit-0), tables; about 1 h 0 min")
+    assert second.startswith("Only if the results above change: train (vit-0), tables; about 1 h 0 min")
     assert last == "1 stage will run, up to 2 more may follow, 1 are up to date."
 
 

@@ -30,7 +30,7 @@ def members(path: Path) -> Iterator[Member]:
     for name, length, content in in_folder(path, path) if path.is_dir() else in_archive(path):
         parts = PurePosixPath(name).parts
         if ".." in parts or "/" in parts[:1]:
-            raise UserError(f"{path} has the member {name}, which leads out of the archive: do not trust it.")
+            raise UserError(f"{path} has the member {name}, whose path leads out of the archive: do not use this archive.")
         if not any(part.startswith(".") or part in UNSEEN for part in parts):
             yield "/".join(parts), length, content
 
@@ -62,7 +62,8 @@ def in_archive(path: Path) -> Iterator[Member]:
     except DAMAGES as error:
         why = str(error).partition("\n")[0].rstrip(":")
         raise UserError(
-            f"{path} cannot be read as a tar or zip archive ({why}): give data.path a whole one, or the folder packed in it."
+            f"{path} cannot be read as a tar or zip archive ({why}): set data.path to an intact archive, or to the unpacked "
+            "folder."
         ) from None
 
 
@@ -73,7 +74,7 @@ def name_in_zip(entry: zipfile.ZipInfo) -> str:
 
 def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
     if (file := archive.extractfile(entry)) is None:
-        raise tarfile.TarError(f"{entry.name} is no file")
+        raise tarfile.TarError(f"{entry.name} is not a regular file")
     return file.read()
 
 

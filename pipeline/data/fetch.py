@@ -84,13 +84,13 @@ def _from_first(mirrors: list[str], name: str, digest: str, variable: str) -> by
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
             failures.append(f"{shown} ({without_password(reason)})")
-            print(f"warning: no {name} from {failures[-1]}", file=sys.stderr)
+            print(f"warning: could not download {name} from {failures[-1]}", file=sys.stderr)
         else:
             print(f"{name} from {shown}")
             mirrors.sort(key=mirror.__ne__)  # try this mirror first for the next file
             return content
     raise UserError(
-        f"{name} could not be fetched from {', then '.join(failures)}: set {variable} to a folder or URL that has it, or "
+        f"{name} could not be downloaded from {', then '.join(failures)}: set {variable} to a folder or URL that has it, or "
         "run `make quickstart`, which needs no download."
     )
 
@@ -123,7 +123,7 @@ def _download(url: str, digest: str) -> bytes:
             content += chunk
             bar.update(len(chunk))
     if _digest_like(content, digest) != digest:
-        raise ValueError(f"sent {len(content)} bytes with another checksum")
+        raise ValueError(f"sent {len(content)} bytes with the wrong checksum")
     return bytes(content)
 
 

@@ -166,13 +166,13 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
         counts = _histogram(train_images)
         if np.count_nonzero(counts) == 1:
             raise UserError(
-                "all pixels of the training images are alike, and data.pixel_scaling: standard divides by their standard "
-                "deviation: write unit or half in params.yaml, or take other images."
+                "all pixels of the training images are equal, so data.pixel_scaling: standard would divide by a standard "
+                "deviation of 0; set it to unit or half in params.yaml, or use other images."
             )
         mean = counts @ levels / counts.sum()
         levels = (levels - mean) / math.sqrt(counts @ (levels - mean) ** 2 / counts.sum())
     else:
-        raise UserError(f"data.pixel_scaling is {pixel_scaling!r}; write unit, half or standard in params.yaml.")
+        raise UserError(f"data.pixel_scaling {pixel_scaling!r} is unknown; choose one of unit, half, standard.")
     return levels.astype(np.float32)
 
 
@@ -238,11 +238,12 @@ def _read(folder: str | Path, num_own_classes: int | None) -> list[np.ndarray]:
         images, labels = read(images_path, (3, 4)), read(labels_path, (1,))
         images = images[:, None] if images.ndim == 3 else images  # grey images may lack the channel axis
         if images.shape[-1] != images.shape[-2] or (arrays and images.shape[1:] != arrays[0].shape[1:]):
-            raise _unusable(images_path, f"has images of the shape {images.shape[1:]}, not square ones of one size")
+            raise _unusable(images_path, f"has images of shape {images.shape[1:]}, but all must be square and of one shape")
         if len(labels) != len(images):
             raise _unusable(labels_path, f"has {len(labels)} labels for {len(images)} images")
         if labels.max() >= num_classes:
-            raise _unusable(labels_path, f"has the label {labels.max()}, not one of {num_classes} classes")
+            problem = f"has the label {labels.max()}, but there are only {num_classes} classes, numbered from 0"
+            raise _unusable(labels_path, problem)
         arrays += [images, labels]
     return arrays
 
@@ -258,7 +259,7 @@ def _read_idx(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
     ndim = int.from_bytes(content[:4], "big") - 0x0800
     header_size = 4 * (1 + ndim)
     if content and ndim not in dimensions:
-        raise _unusable(path, "is not the IDX file its name says")
+        raise _unusable(path, "is not an IDX file of the kind that its name says")
     if not content or len(content) <= header_size:
         raise _unusable(path, "is empty")
     shape = np.frombuffer(content[4:header_size], ">u4").tolist()
@@ -278,7 +279,7 @@ def _map_own(path: Path, dimensions: tuple[int, ...]) -> np.ndarray:
         raise _unusable(path, f"cannot be read ({error})") from None
     types = LABEL_TYPES if dimensions == (1,) else LABEL_TYPES[:1]
     if array.ndim not in dimensions or array.dtype not in types:
-        raise _unusable(path, f"holds {array.dtype} of the shape {array.shape}, which are not what its name says")
+        raise _unusable(path, f"holds {array.dtype} of shape {array.shape}, which does not match its name")
     if not array.size:
         raise _unusable(path, "is empty")
     return array

@@ -46,11 +46,12 @@ def convert(wanted: params.Data, out: Path) -> None:
         UserError: `data.path` cannot be read, lacks train/CLASS/ or test/CLASS/, or holds an unusable image.
     """
     if wanted.path is None:
-        raise UserError("params.yaml has no data.path: write there where the folder or archive of your images lies.")
+        raise UserError("params.yaml has no data.path: set it to the path of the folder or archive of your images.")
     path = files.resolve_user_path(wanted.path)
     if not path.exists():
         raise UserError(
-            f"data.path {wanted.path} does not exist: write the folder or archive of your images in params.yaml."
+            f"data.path {wanted.path} does not exist: set it in params.yaml to the path of the folder or archive of your "
+            "images."
         )
     with tempfile.TemporaryFile(dir=Path()) as spool:
         images, sizes = read_images(path, wanted.resize, spool)
@@ -61,14 +62,15 @@ def convert(wanted: params.Data, out: Path) -> None:
         if others := len(images) - sizes[size]:
             print(f"{others} of {len(images)} images are resized to {size} x {size}.")
         if num_grey and mode == "RGB":
-            print(f"{num_grey} of {len(images)} images are grey, and stored in colour as the others are.")
+            print(f"{num_grey} of {len(images)} images are grey, and are stored in colour like the others.")
         # The description marks a complete folder. It is therefore removed first and written last.
         (out / params.DESCRIPTION).unlink(missing_ok=True)
         digests = {split: store_split(out, split, images, classes, mode, size, spool) for split in SPLITS}
     known = set(digests["train"])
     if shared := sum(each in known for each in digests["test"]):
         count = len(digests["test"])
-        print(f"warning: {shared} of {count} test images are in train/ too: remove them there.", file=sys.stderr)
+        remedy = "remove them from one of the two"
+        print(f"warning: {shared} of {count} test images are also in train/: {remedy}.", file=sys.stderr)
     description = {"path": wanted.path, "resize": wanted.resize, "classes": classes, "channels": len(mode), "size": size}
     files.write_json(out / params.DESCRIPTION, description | {"sha256": idx.data_digest(out, len(classes))})
     print(f"{len(images)} images of {len(classes)} classes, {size} x {size}, from {path}")
@@ -114,7 +116,10 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
         where, (first, *others) = f"{path}: {name}", name.split("/")
         root, parts = ("", [first, *others]) if first in SPLITS else (first, others)  # archives often have a top folder
         if first.startswith(WITH_BACKSLASH):
-            raise UserError(f"{where} has backslashes in place of folders: give data.path the zip that it came from.")
+            raise UserError(
+                f"{where} has backslashes in its name instead of lying in folders: set data.path to the zip file that it "
+                "was unpacked from."
+            )
         if not parts or parts[0] not in SPLITS:
             continue
         roots.add(root)
@@ -127,22 +132,23 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
             raise UserError(f"{where} lies in a folder inside a class: move it up into {split}/{label}, or remove it.")
         label = unicodedata.normalize("NFC", label)  # macOS stores é as e and an accent
         if length > LARGEST_FILE:
-            raise UserError(f"{where} has {length / 2**20:.0f} MiB, too many for an image: remove it.")
+            raise UserError(f"{where} is {length / 2**20:.0f} MiB, too large for an image: remove it.")
         try:
             image, size = decode(where, content(), resize)
         except archives.DAMAGES as error:
-            raise UserError(f"{where} cannot be read ({error}): put a whole file or archive there.") from None
+            raise UserError(f"{where} cannot be read ({error}): replace it with an intact file or archive.") from None
         images[split, label, name] = image.mode, image.width, num_bytes
         num_bytes += spool.write(image.tobytes())
         if num_bytes > most:
-            taken = f"{num_bytes / 1e9:.1f} GB of pixels, and {most / 1e9:.1f} are taken here"
+            taken = f"{num_bytes / 1e9:.1f} GB of pixels, above the limit of {most / 1e9:.1f} GB"
             raise UserError(
-                f"{path}: the first {len(images):,} images have {taken}: write a smaller data.resize, or make room."
+                f"{path}: the first {len(images):,} images have {taken} (half of the free disk space, at most "
+                f"{LARGEST_DATA / 1e9:.0f} GB): set a smaller data.resize, or free up disk space."
             )
         sizes[size] += 1
     if len(roots) > 1:
         names = " and ".join(map(repr, sorted(roots)))
-        raise UserError(f"{path} has {names} with train/ or test/ inside: leave one of them.")
+        raise UserError(f"{path} has {names}, each with train/ or test/ inside: keep only one of them.")
     return images, sizes
 
 
@@ -153,12 +159,15 @@ def classes_of(path: Path, images: Iterable[ImagePath]) -> list[str]:
         found[split].add(label)
     for split, classes in found.items():
         if not classes:
-            raise UserError(f"{path} has no image in {split}/CLASS/: write train/CLASS/IMAGE and test/CLASS/IMAGE.")
+            remedy = "arrange them as train/CLASS/IMAGE and test/CLASS/IMAGE"
+            raise UserError(f"{path} has no images in {split}/CLASS/: {remedy}.")
     for label in sorted(found["train"] ^ found["test"]):
         there, other = ("train", "test") if label in found["train"] else ("test", "train")
-        raise UserError(f"{path}: {other}/{label} has no image, but {there}/{label} has: add images there, or remove it.")
+        remedy = "add images to the first, or remove the second"
+        raise UserError(f"{path}: {other}/{label} has no images, but {there}/{label} does: {remedy}.")
     if not 2 <= len(classes) <= MAX_CLASSES:
-        raise UserError(f"{path}: the number of classes is {len(classes)}, and 2 to {MAX_CLASSES} can be learnt.")
+        limits = f"must be from 2 to {MAX_CLASSES}, not {len(classes)}"
+        raise UserError(f"{path}: the number of classes {limits}: add or remove classes.")
     return sorted(classes)
 
 
@@ -180,7 +189,7 @@ def decode(where: str, content: bytes, resize: int | None) -> tuple[Image.Image,
     except Exception as error:  # noqa: BLE001
         if content[4:].startswith(HEIC):
             raise UserError(f"{where} is HEIC, which Pillow does not read: save it as JPEG or PNG.") from None
-        reason = "no image" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
+        reason = "unknown format" if isinstance(error, Image.UnidentifiedImageError) else str(error) or type(error).__name__
         raise UserError(f"{where} cannot be read as an image ({reason}): replace or remove it.") from None
 
 
@@ -189,11 +198,11 @@ def problem_of(image: Image.Image) -> str | None:
     if image.width != image.height:
         return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
     if image.mode.startswith(("I", "F")):
-        return "more than 8 bits a pixel: save it with 8"
+        return "more than 8 bits per channel: save it with 8"
     if getattr(image, "is_animated", False) and image.format != "MPO":  # viewers never show the second picture of an MPO
-        return f"{getattr(image, 'n_frames', 'several')} pictures: save one of them"
+        return f"{getattr(image, 'n_frames', 'several')} frames: save one of them as an image"
     if image.has_transparency_data and any(image.convert("RGBA").getchannel("A").histogram()[:255]):
-        return "transparent pixels, whose colour depends on the viewer: save it on a background"
+        return "transparent pixels, whose colour depends on the viewer: flatten it onto a background"
     return None
 
 

@@ -62,7 +62,8 @@ def measurements(run: Run, config: RunConfig, trained_accuracy: float) -> dict:
     folder = idx.folder(config.data.source)
     mnist = idx.read_data(folder, config.data.pixel_scaling, device)
     if mnist.sha256 != run.ended_record().data_sha256:
-        raise UserError(f"{folder} has other images or labels than {run} was trained with: run `dvc repro -f fetch`.")
+        problem = f"the images or labels in {folder} differ from those that {run} was trained on"
+        raise UserError(f"{problem}: run `dvc repro -f fetch`.")
     logits, labels = predict(model.to(device), mnist.test_images).cpu(), mnist.test_labels.cpu()
     predictions = logits.argmax(-1)
     confusion = confusion_matrix(labels, predictions, config.model.num_classes)

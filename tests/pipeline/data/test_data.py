@@ -109,7 +109,10 @@ def test_digest_is_that_of_the_decompressed_arrays(folder):
         (lambda path: path.write_bytes(path.read_bytes()[:-8] + b"\0" * 8), "cannot be read"),  # the gzip checksum
         (lambda path: rewrite(path, lambda content: content[:7]), "is empty"),
         (lambda path: rewrite(path, lambda content: content[:-3]), r"has \d+ values where its header says \d+"),
-        (lambda path: rewrite(path, lambda content: b"\0\0\x0d" + content[3:]), "is not the IDX file its name says"),
+        (
+            lambda path: rewrite(path, lambda content: b"\0\0\x0d" + content[3:]),
+            "is not an IDX file of the kind that its name says",
+        ),
     ],
 )
 def test_corrupted_file_is_named_with_the_remedy(folder, corrupt, problem):

@@ -24,7 +24,7 @@ from tests.pipeline.mnist_files import write_mnist
 
 TRAIN_IMAGES, TRAIN_LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 NAMES = [TRAIN_IMAGES, TRAIN_LABELS, "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
-LIES = {"404": "Not Found", "html": "another checksum", "endless": "another checksum", "hang": "timed out"}
+LIES = {"404": "Not Found", "html": "wrong checksum", "endless": "wrong checksum", "hang": "timed out"}
 LIES |= {"drop": "closed connection"}
 
 
@@ -96,7 +96,7 @@ def test_a_lying_mirror_is_named_and_left_for_the_next(server, monkeypatch, caps
     monkeypatch.setattr(fetch, "TIMEOUT_SECONDS", 5)
     fetch_from(monkeypatch, *[f"{server.url}/{lie}/"] * (lie != "hang"), f"{server.url}/good/")
     assert_delivered(server.folder)
-    assert f"warning: no {TRAIN_IMAGES} from " in capsys.readouterr().err
+    assert f"warning: could not download {TRAIN_IMAGES} from " in capsys.readouterr().err
 
 
 def test_the_variable_goes_first_and_its_password_is_sent_and_never_shown(server, monkeypatch, capsys):
@@ -117,7 +117,7 @@ def test_only_files_that_are_not_whole_are_fetched_and_a_failure_leaves_the_othe
     fetch_from(monkeypatch, f"{server.url}/good/")
     Path("data/mnist", TRAIN_LABELS).write_bytes(b"older")
     server.requests.clear()
-    with pytest.raises(UserError, match=f"^{TRAIN_LABELS} could not be fetched"):
+    with pytest.raises(UserError, match=f"^{TRAIN_LABELS} could not be downloaded"):
         fetch_from(monkeypatch, f"{server.url}/wrong/")
     assert Path("data/mnist", TRAIN_LABELS).read_bytes() == b"older"
     fetch_from(monkeypatch, f"{server.url}/good/")

@@ -48,11 +48,11 @@ def _drawable(text: str) -> str:
     if "$" in text:
         raise ValueError(f"{text!r} has a $, which figures take for mathematics; leave it out")
     if text.startswith("_"):
-        raise ValueError(f"{text!r} begins with _, which legends leave out; write another first letter")
+        raise ValueError(f"{text!r} begins with _, so legends would leave it out; start it with another character")
     if not text or text != " ".join(text.split()) or not text.isprintable():
-        raise ValueError(f"{text!r} is not words with single spaces between them; write what a reader shall see")
+        raise ValueError(f"{text!r} must be printable words separated by single spaces; write it as readers should see it")
     if strange := "" if text.isascii() else "".join(filter(_is_strange, text)):
-        raise ValueError(f"{text!r} has {strange!r}, which the figures' letters lack; write it in others")
+        raise ValueError(f"{text!r} has {strange!r}, which figures cannot show; use other characters")
     return text
 
 
@@ -262,7 +262,7 @@ class Variant(VariantKeys):
             if self.method in ITERATIONS and getattr(self, key) is None:
                 raise ValueError(f"{key} is missing; method {self.method} needs it")
             if self.method not in ITERATIONS and getattr(self, key) is not None:
-                raise ValueError(f"{key} belongs to method: {' or '.join(ITERATIONS)}")
+                raise ValueError(f"{key} applies only to method {' or '.join(ITERATIONS)}; leave it out")
         return self
 
     def architecture(self) -> dict[str, Any]:
@@ -432,12 +432,15 @@ def _configure(shared: Shared, fetched: Data, name: str, variant: Variant, overr
     merged["variant"] = variant.model_dump(exclude={"overrides"})
     merged["data"] |= fetched.model_dump(include={*IMAGE_KEYS})
     for key in {*IMAGE_KEYS} & (variant.overrides or {}).get("data", {}).keys():
-        raise UserError(f"{where}: data.{key} cannot be replaced: all variants learn from the data that fetch stores.")
+        raise UserError(
+            f"{where}: data.{key} cannot be overridden, because all variants train on the data that fetch stores; set it "
+            "under data in params.yaml."
+        )
     layers: list[Mapping[Any, dict[str, Any]]] = [variant.overrides or {}, overrides or {}]
     for layer in layers:
         for section, values in layer.items():
             if section not in merged:
-                raise UserError(ended(f"{where}: {section} is not a section that a run is made of{hint(section, merged)}"))
+                raise UserError(ended(f"{where}: section {section} is unknown{hint(section, merged)}"))
             merged[section] |= values
     if merged["data"]["source"] != USER_FOLDER:
         merged["data"] |= {"path": None, "resize": None}  # keys for the user's images only
@@ -453,11 +456,13 @@ def parse_overrides(texts: list[str]) -> Overrides:
         if not (equals and dot and section and name):
             raise UserError(f"--set {text} is not of the form section.key=value, as in --set train.learning_rate=1e-3.")
         if name in overrides.get(section, {}):
-            raise UserError(f"--set {text} sets {key} again: give each key once, for `try` as in --set {key}=1,2.")
+            raise UserError(
+                f"--set {text} sets {key} again: give each key once; to compare values, use `try` with --set {key}=1,2."
+            )
         try:
             overrides.setdefault(section, {})[name] = YAML(typ="safe").load(value)
         except UNREADABLE:
-            raise UserError(f"--set {text}: {value} is not a value of YAML.") from None
+            raise UserError(f"--set {text}: {value} is not valid YAML.") from None
     return overrides
 
 
@@ -481,7 +486,7 @@ def without_stage(arguments: list[str]) -> list[str]:
 def seed(text: str) -> int:
     """Converts a command-line argument to a seed. Serves as `type` in argparse's `add_argument`."""
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_SEED):
-        raise argparse.ArgumentTypeError(f"{text} is not a seed: write a whole number from 0 to {MAX_SEED}")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {MAX_SEED}, not {text}")
     return int(text)
 
 

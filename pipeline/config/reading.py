@@ -38,17 +38,18 @@ def read_yaml(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
         return copy.deepcopy(_parsed(text))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: run from the repository root, or `git checkout {path}`.") from None
+        remedy = f"run from the repository root, or restore it with `git checkout {path}`"
+        raise UserError(f"{path} is missing: {remedy}.") from None
     except UNREADABLE as error:
         if marker := CONFLICT.search(text):
             raise UserError(
-                f"{path} has the marker of a merge conflict in line {text.count(chr(10), 0, marker.start()) + 1}: keep one "
-                f"side, by hand or by `git checkout --ours {path}` (or --theirs), and then `git add {path}`."
+                f"{path} has a merge conflict marker on line {text.count(chr(10), 0, marker.start()) + 1}: keep one side, "
+                f"by hand or with `git checkout --ours {path}` (or --theirs), then run `git add {path}`."
             ) from None
         mark = getattr(error, "problem_mark", None)
-        place = f" in line {mark.line + 1}" if mark else ""
+        place = f" on line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path} is not valid YAML{place}: {problem}; mend it, or `git checkout {path}`.") from None
+        raise UserError(f"{path} is not valid YAML{place}: {problem}; fix it, or run `git checkout {path}`.") from None
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,15 +67,15 @@ def validate(schema: type[Schema], raw: Any, where: str) -> Schema:
 
 
 EXPECTATIONS = {  # in place of pydantic's messages, which name Python types
-    "bool_type": "should be true or false",
-    "int_type": "should be a whole number",
-    "float_type": "should be a number",
-    "string_type": "should be text",
-    "list_type": "should be a list, as in [a, b]",
-    "dict_type": "should be a block of keys",
-    "model_type": "should be a block of keys",
-    "too_short": "should have {min_length} or more entries",
-    "too_long": "should have at most {max_length} entries",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text",
+    "list_type": "must be a list, as in [a, b]",
+    "dict_type": "must be a block of keys",
+    "model_type": "must be a block of keys",
+    "too_short": "must have {min_length} or more entries",
+    "too_long": "must have at most {max_length} entries",
     "missing": "is missing",
 }
 
@@ -83,13 +84,13 @@ def _sentence(error: ErrorDetails, raw: Any) -> str:
     """Describes a validation error: the key, the expected value, and the value found."""
     key, kind, value = _key(error["loc"], raw), error["type"], error["input"]
     if kind == "unknown_key":
-        return "{}{key} is not a known key{hint}".format(f"{key}." if key else "", **error["ctx"])
+        return "{}{key} is unknown{hint}".format(f"{key}." if key else "", **error["ctx"])
     if kind == "value_error":
         message = str(error["ctx"]["error"])
         return f"{key}: {message}" if key else message
     if kind in ("int_type", "float_type") and isinstance(value, str) and (number := _as_number(value)):
         return f"{key}: {_short(value)} is read as text; write {number} without quotes"
-    message = error["msg"].removeprefix("Input ").removeprefix("String ")
+    message = error["msg"].removeprefix("Input ").removeprefix("String ").replace("should ", "must ", 1)
     expectation = EXPECTATIONS[kind].format_map(error.get("ctx", {})) if kind in EXPECTATIONS else message
     found = "" if isinstance(value, dict) else ", but is empty" if value in (None, "") else f", not {_short(value)}"
     return f"{key or 'the file'} {expectation}{found}"

@@ -104,7 +104,7 @@ def read_record(folder: Path, schema: type[Kind], command: str) -> Kind:
         UserError: the record is missing or damaged, or belongs to another folder, or a file does not match its digest.
     """
     path = folder / RECORD
-    remedy = f"`git checkout {shlex.quote(str(folder))}`, or make it again with `{command}`"
+    remedy = f"run `git checkout {shlex.quote(str(folder))}`, or recreate it with `{command}`"
     record = parse(path, schema, remedy)
     if record.folder != place(folder):
         raise UserError(f"{path} is the record of another folder, {record.folder}: {remedy}.")
@@ -128,7 +128,7 @@ def parse(path: Path, schema: type[Kind], remedy: str, text: str | None = None) 
     except UserError as error:
         raise UserError(f"{str(error).removesuffix('.')}: {remedy}.") from None
     if own != files.json_digest(raw):
-        raise UserError(f"{path} is not as it was written, as its {SHA256} tells: {remedy}.")
+        raise UserError(f"{path} has been changed since it was written (its {SHA256} does not match): {remedy}.")
     return record
 
 
@@ -141,8 +141,9 @@ def verify(known: dict[Path, str | None], record: Path, command: str) -> None:
     for path, expected in known.items():
         found = files.sha256(path) if path.is_file() else None
         if found != expected or (expected is None and path.exists()):
-            remedy = f"`git checkout {shlex.quote(str(path))}`" if expected else "remove it"
-            raise UserError(f"{path} is not what {record} knows: {remedy}, or make all of it again with `{command}`.")
+            problem = "does not match" if expected else "is not listed in"
+            remedy = f"run `git checkout {shlex.quote(str(path))}`" if expected else "remove it"
+            raise UserError(f"{path} {problem} {record}: {remedy}, or recreate all files listed there with `{command}`.")
 
 
 def digests(folder: Path) -> dict[str, str]:

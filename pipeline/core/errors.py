@@ -32,12 +32,12 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             if error.filename is None:
                 raise
-            remedy = "make room for it, or let it be read and written"
+            remedy = "check its permissions and the free disk space"
             if isinstance(error, FileNotFoundError):
-                remedy = "run from the repository root, `git checkout` it, or let `dvc repro` make it"
+                remedy = "run from the repository root, restore it with `git checkout`, or create it with `dvc repro`"
             sentence = f"{error.filename} cannot be used ({error.strerror}): {remedy}."
         except KeyboardInterrupt:
-            sentence = "interrupted: the same command goes on from there, or begins anew."
+            sentence = "interrupted: run the same command again; it resumes if it can, and otherwise starts over."
         print(f"error: {sentence}", file=sys.stderr)
         sys.exit(1)
 

@@ -43,7 +43,8 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({error.strerror or error}): make room for it, or let it be written.")
+    remedy = "check its permissions and the free disk space"
+    return UserError(f"{path} cannot be written ({error.strerror or error}): {remedy}.")
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -98,11 +99,11 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: run `dvc repro` to make it.") from None
+        raise UserError(f"{path} is missing: run `dvc repro` to create it.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}): delete it and run `dvc repro`.") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error}): let it be read.") from None
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): check its permissions.") from None
 
 
 def write_csv(path: str | Path, table: pd.DataFrame) -> None:
@@ -117,7 +118,7 @@ def read_csv(path: str | Path) -> pd.DataFrame:
     try:
         return pd.read_csv(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): run `dvc repro` to make it.") from None
+        raise UserError(f"{path} cannot be read ({error}): run `dvc repro` to create it.") from None
 
 
 def rounded(value: float) -> float:

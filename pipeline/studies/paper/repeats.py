@@ -70,7 +70,7 @@ def committed_run(run: Run) -> EndedRun | None:
     record, metrics = (provenance.committed(run.folder / name) for name in (RECORD, "metrics.json"))
     if not (record and metrics):
         return None
-    return records.parse(run.folder / RECORD, RunRecord, f"`{run.command}`", record), json.loads(metrics)
+    return records.parse(run.folder / RECORD, RunRecord, f"run `{run.command}`", record), json.loads(metrics)
 
 
 def compared(pairs: Iterable[tuple[Run, EndedRun | None, EndedRun | None]]) -> pd.DataFrame:

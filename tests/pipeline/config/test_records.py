@@ -75,10 +75,10 @@ def test_what_does_not_fit_is_a_sentence_that_names_the_file_and_the_key(copied)
     older = {key: value for key, value in content.items() if key not in ("folder", "sha256")}
     wrong = {
         "folder is missing": older,
-        "seed should be a whole number, not 'zero'": content | {"seed": "zero"},
+        "seed must be a whole number, not 'zero'": content | {"seed": "zero"},
         "qkv_bias": content | {"config": content["config"] | {"variant": content["config"]["variant"] | {"qkv_bias": True}}},
         "sha256": content | {"seconds": 1.0},
-        "should be a block of keys": [content],
+        "must be a block of keys": [content],
     }
     for words, changed in wrong.items():
         files.write_json(folder / RECORD, changed)
@@ -93,10 +93,10 @@ def test_a_record_belongs_to_one_folder_and_knows_all_its_files(copied):
     (folder / ".DS_Store").write_text("a file manager's")
     assert records.read_record(folder, Record, "make it") == record
     (folder / "more.csv").write_text("a,b\n")
-    assert "more.csv is not what" in refusal(folder, Record)
+    assert "more.csv is not listed in" in refusal(folder, Record)
     (folder / "more.csv").unlink()
     (folder / "times.csv").unlink()
-    assert "times.csv is not what" in refusal(folder, Record)
+    assert "times.csv does not match" in refusal(folder, Record)
     (folder / RECORD).unlink()
     assert f"{folder / RECORD} is missing" in refusal(folder, Record)
 

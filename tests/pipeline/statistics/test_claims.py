@@ -53,7 +53,7 @@ def test_spreads_are_declared_beside_the_claims(tmp_path):
     with pytest.raises(UserError, match=r"spreads\.accuracy\.a .* not 0"):
         read_claims(path)
     files.write_json(path, {"spreads": {}, "It": own})
-    with pytest.raises(UserError, match=r"should match .*'It'"):
+    with pytest.raises(UserError, match=r"must match .*'It'"):
         read_claims(path)
 
 

@@ -19,6 +19,5 @@ def sync_quietly(*runs: object) -> None:
     except OSError as error:
         cause = f"{error}."
     if cause:
-        print(
-            f"warning: {', '.join(names)}: not in MLflow ({cause}) `make ui` imports it later.", file=sys.stderr, flush=True
-        )
+        problem = f"{', '.join(names)}: not imported into MLflow ({cause.removesuffix('.')})"
+        print(f"warning: {problem}; `make ui` will import the runs later.", file=sys.stderr, flush=True)

@@ -16,7 +16,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = command_parser("tracking", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sync_parser = commands.add_parser("sync", help="bring MLflow up to date with the runs")
-    sync_parser.add_argument("--only", nargs="+", metavar="RUN", default=(), help="runs, or beginnings: table_2/osa_qr/0")
+    only_help = "runs, or prefixes of their names, such as table_2/osa_qr/0"
+    sync_parser.add_argument("--only", nargs="+", metavar="RUN", default=(), help=only_help)
     sync_parser.add_argument("--models", action="store_true", help="log and register the trained models of Table 2 too")
     commands.add_parser("ui", help="serve MLflow on 127.0.0.1, and sync every few seconds")
     chosen = parser.parse_args(arguments)
@@ -28,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
         from pipeline.tracking.sync import sync
 
         new, runs = sync(chosen.only, with_models=chosen.models)
-        hint = "" if runs else " Trainings leave records: run `dvc repro`."
+        hint = "" if runs else " There are no runs to import yet: run `dvc repro` to train some."
         print(f"{new} of {runs} runs were new to MLflow at {without_password(store.address())}.{hint}")
 
 

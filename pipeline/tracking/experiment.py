@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NAME = "Orthogonal Self-Attention"
 NOTE = """\
-The menu Views, at the top right of the table, has the models and their seeds.
+The Views menu, at the top right of the table, has one view of the models and one of their seeds.
 
 Accuracies are in per cent, differences in points. `OSA (QR)` is the mean over the seeds that start to learn,
 `OSA (QR), seed 0` is one run, and `ViT, init.head=zeros` is ViT with this value of `init.head`. Parameters are named as in

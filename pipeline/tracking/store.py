@@ -146,11 +146,13 @@ def _remedy(error: Exception, why: str) -> str:
     """Returns a remedy that does not delete the store, since the store may also hold the user's own runs."""
     is_ours = not os.environ.get(URI_VARIABLE)
     if isinstance(error, Timeout) or "database is locked" in why:
-        return "another process writes to it, so wait for that and give the command again"
+        return "wait until the other process that is writing to it has finished, then run the command again"
     if "schema" in why or "revision" in why:
-        return f"copy it to a safe place, then `mlflow db upgrade {address() if is_ours else f'${URI_VARIABLE}'}`"
+        return f"copy it to a safe place, then run `mlflow db upgrade {address() if is_ours else f'${URI_VARIABLE}'}`"
     return (
-        "move it away, and this command makes another from the runs" if is_ours else f"start it, or correct {URI_VARIABLE}"
+        "move it away; this command then creates another from the runs"
+        if is_ours
+        else f"start it, or correct {URI_VARIABLE}"
     )
 
 

@@ -53,7 +53,7 @@ class TrackedTraining:
     @cached_property
     def record(self) -> RunRecord:
         """The record. Raises UserError if the file is damaged."""
-        return records.parse(self.path, records.RunRecord, f"`git checkout {self.path.parent}`")
+        return records.parse(self.path, records.RunRecord, f"run `git checkout {self.path.parent}`")
 
     @cached_property
     def run(self) -> Run:

@@ -75,7 +75,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
                 print(f"warning: {error}", file=sys.stderr, flush=True)
             seen = state
         time.sleep(POLL_SECONDS)
-    raise UserError("MLflow's server has ended: `make ui` starts it again.")
+    raise UserError("MLflow's server has ended: run `make ui` to start it again.")
 
 
 def _wait_for(server: subprocess.Popen, site: str) -> None:
@@ -86,7 +86,7 @@ def _wait_for(server: subprocess.Popen, site: str) -> None:
             if client.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.1)
-    raise UserError(f"MLflow's server does not start on port {port}: `mlflow server` says why.")
+    raise UserError(f"MLflow's server did not start on port {port}: run `mlflow server --port {port}` to see why.")
 
 
 def _age(path: Path) -> int:

@@ -32,7 +32,7 @@ class GraphedStep:
             before.restore()
             self.replay()
             if not expected.is_current():
-                raise RuntimeError("its replay gives other numbers than the step itself")
+                raise RuntimeError("its replay gives numbers that differ from those of the step itself")
         finally:
             before.restore()
 

@@ -60,7 +60,7 @@ def build_model(config: RunConfig, seed: int) -> osa.VisionTransformer:
         config.check_images()
         model = osa.models.build_vit(config.options, generator=random_stream(seed, "init"))
     except ValueError as error:  # layers check further limits, such as the minimum number of blocks
-        raise UserError(f"there is no such model: {error}.") from None
+        raise UserError(f"the model cannot be built: {error}.") from None
     if draw := config.train.perturbation:
         generator = random_stream(seed, f"perturbation/{draw}")
         with torch.no_grad():
@@ -206,8 +206,8 @@ class Training:
             self._add_point(0.0, train)
             if progress.diverged:
                 raise UserError(
-                    "the loss is not finite before the first step, so that nothing can be learnt: write smaller values "
-                    "under init or model in params.yaml."
+                    "the loss is not finite before the first step, so the model cannot train: write smaller values under "
+                    "init or model in params.yaml."
                 )
             observer.on_evaluation()
         while progress.epoch < self.config.train.epochs and not progress.diverged:

@@ -55,7 +55,8 @@ def train(
     begun = time.perf_counter()
     training = Training(config, run.seed, provenance.default_device())
     if config.data.source == USER_FOLDER and config.data.description().sha256 != training.data.sha256:
-        raise UserError("data/folder holds other images or labels than fetch stored: run `python -m pipeline fetch`.")
+        problem = "the images or labels in data/folder are not those that fetch stored"
+        raise UserError(f"{problem}: run `python -m pipeline fetch`.")
     training.with_graph &= not eager
     recorder = Recorder(run, training, watch)
     recorder.restore()

@@ -51,11 +51,11 @@ class Run:
     @classmethod
     def at(cls, folder: Path) -> Run:
         """Returns the run stored in a folder. Raises UserError if the record is damaged, or belongs to another run."""
-        record = records.parse(folder / RECORD, RunRecord, f"`git checkout {shlex.quote(str(folder))}`")
+        record = records.parse(folder / RECORD, RunRecord, f"run `git checkout {shlex.quote(str(folder))}`")
         run = cls(record.variant, record.seed, record.study, record.overrides, Path(*folder.parts[:-5]))
         if run.folder != folder:
             raise UserError(
-                f"{folder / RECORD} is the record of another run, {run}: `git checkout {shlex.quote(str(folder))}`."
+                f"{folder / RECORD} is the record of another run, {run}: run `git checkout {shlex.quote(str(folder))}`."
             )
         return run
 
@@ -152,7 +152,7 @@ class Run:
     def load_model(self, config: RunConfig) -> VisionTransformer:
         """Returns the trained model. Raises UserError if the weights are absent, or do not match the record."""
         if not self.weights.exists():
-            there = f"`git checkout {shlex.quote(str(self.weights))}` where git has it"
+            there = f"run `git checkout {shlex.quote(str(self.weights))}` if git has it"
             raise UserError(f"{self.weights} is missing: {there}, or train it with `{self.command}`.")
         self.ended_record()
         import safetensors.torch
@@ -163,7 +163,7 @@ class Run:
         try:
             model.load_state_dict(safetensors.torch.load_file(self.weights))
         except RuntimeError:
-            raise UserError(f"{self.weights} has another model than this configuration: run `{self.command}`.") from None
+            raise UserError(f"{self.weights} does not fit the model of this configuration: run `{self.command}`.") from None
         return model.eval()
 
 

@@ -357,7 +357,7 @@ def load(content: bytes) -> dict:
 def test_weights_that_are_not_those_of_the_record_are_named(damage):
     run = trained("vit")
     run.weights.write_bytes(damage(run.weights.read_bytes()))
-    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.safetensors is not what"):
+    with pytest.raises(UserError, match="paper_outputs/weights/table_2/vit/0.safetensors does not match"):
         run.load_model(config("vit"))
     run.weights.unlink()
     with pytest.raises(UserError, match=r"table_2/vit/0.safetensors is missing.*dvc repro -f train@vit-0"):

@@ -167,7 +167,7 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
         if np.count_nonzero(counts) == 1:
             raise UserError(
                 "all pixels of the training images are equal, so data.pixel_scaling: standard would divide by a standard "
-                "deviation of 0; set it to unit or half in params.yaml, or use other images."
+                "deviation of 0; write unit or half in params.yaml, or use other images."
             )
         mean = counts @ levels / counts.sum()
         levels = (levels - mean) / math.sqrt(counts @ (levels - mean) ** 2 / counts.sum())

@@ -143,7 +143,7 @@ def read_images(path: Path, resize: int | None, spool: BinaryIO) -> tuple[dict[I
             taken = f"{num_bytes / 1e9:.1f} GB of pixels, above the limit of {most / 1e9:.1f} GB"
             raise UserError(
                 f"{path}: the first {len(images):,} images have {taken} (half of the free disk space, at most "
-                f"{LARGEST_DATA / 1e9:.0f} GB): set a smaller data.resize, or free up disk space."
+                f"{LARGEST_DATA / 1e9:.0f} GB): write a smaller data.resize, or free up disk space."
             )
         sizes[size] += 1
     if len(roots) > 1:

@@ -82,7 +82,7 @@ def run_row(run: Run, config: RunConfig) -> dict:
     if record is None or any(getattr(record.config.data, key) != getattr(config.data, key) for key in IMAGE_KEYS):
         return {"status": "missing"}
     if change := difference(record.config, config):
-        raise UserError(f"{run.folder / RECORD} has {change}: `git checkout {run.folder}`, or run `{run.command}`.")
+        raise UserError(f"{run.folder / RECORD} has {change}: run `git checkout {run.folder}`, or `{run.command}`.")
     row = {key: getattr(record, key, None) for key in PROVENANCE_COLUMNS} | {"device": record.environment.device}
     row["status"] = record.status
     if row["status"] == "finished":

@@ -67,8 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     absent = [(run, config) for run, config in absent if run.stage not in changed and run.is_current(config)]
     if absent:
         print(
-            f"The weights of {len(absent)} recorded runs are not here: `git checkout paper_outputs/weights` brings those "
-            f"that git has, and `make reproduce` trains the others again{total(absent, estimates)}."
+            f"The weights of {len(absent)} recorded runs are not here: run `git checkout paper_outputs/weights` to restore "
+            f"those that git has, and `make reproduce` to train the others again{total(absent, estimates)}."
         )
 
 

@@ -107,7 +107,7 @@ def connect() -> tuple[Any, FileLock]:
     try:
         import mlflow
     except ImportError as error:
-        raise UserError(f"MLflow cannot be imported ({error}): install requirements.txt.") from None
+        raise UserError(f"MLflow cannot be imported ({error}): run `pip install -r requirements.txt`.") from None
     for name in ("mlflow", "alembic", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
     mlflow.clear_active_model()  # otherwise our metrics would go to a model that a notebook has left active

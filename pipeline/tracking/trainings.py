@@ -46,7 +46,7 @@ class TrackedTraining:
         digest = hashlib.sha256()
         for path in sorted(self.path.parent.iterdir()) if self.has_ended else [self.path]:
             if path.is_symlink():
-                raise UserError(f"{path} is a link: `git checkout {self.path.parent}` brings the file back.")
+                raise UserError(f"{path} is a link: run `git checkout {self.path.parent}` to restore the file.")
             digest.update(path.name.encode() + path.read_bytes())
         return digest.hexdigest()[:16]
 

@@ -33,7 +33,7 @@ coverage: setup-dev  ## the quick tests, and which lines of osa and pipeline the
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile -q -m "not slow and not faults" --cov osa --cov pipeline
 
 test: setup-all  ## the test suite
-	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 plan: setup  ## what `make reproduce` would run, why, and for how long
 	@$(RUN) python -m pipeline plan

@@ -174,11 +174,18 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
             bar.n = len(jobs) - len(left)
             bar.set_postfix_str(f"{round(shown, 2):g} of {epochs} epochs, {forecast}")
             for run in ended:
-                metrics = run.metrics()
-                result = "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
-                tqdm.write(f"{run}: {result} after {times.spent(run.ended_record())}; {bar.postfix}", file=sys.stderr)
+                spent = times.spent(run.ended_record())
+                tqdm.write(f"{run}: {outcome(run)} after {spent}; {bar.postfix}", file=sys.stderr)
             if ended:
                 yield ended
+
+
+def outcome(run: Run) -> str:
+    """Returns the accuracy of a run of Table 2. A study's accuracies stay unseen until its page judges all of its runs."""
+    if run.study != TABLE_2:
+        return "trained"
+    metrics = run.metrics()
+    return "diverged" if metrics["diverged"] else f"{metrics['test_accuracy']:.1%}"
 
 
 def show_every() -> float:

@@ -108,6 +108,20 @@ def test_what_is_stale_or_of_table_2_without_weights_is_trained():
     assert not fan_out.is_trained(Run("vit", 0, "depth"), params.resolve(params.load(), "vit"))
 
 
+def test_a_studys_accuracies_are_not_shown_run_by_run(capfd):
+    """Its claims are judged once all runs have ended, and nobody is to look before."""
+    run, config = trained("vit"), params.resolve(params.load(), "vit")
+    shutil.copytree(run.folder, "paper_outputs/runs/depth/vit/0")
+    synthetic.rewrite(Path("paper_outputs/runs/depth/vit/0"), study="depth", folder="runs/depth/vit/0")
+    studys = Run("vit", 0, "depth")
+    capfd.readouterr()
+    list(fan_out.follow([(run, config), (studys, config)], (ended for ended in ([run, studys],)), 1))
+    lines = capfd.readouterr().err.replace("\r", "\n").splitlines()
+    (shown,), (hidden,) = ([line for line in lines if f"{each}: " in line] for each in (run, studys))
+    assert f"{run.metrics()['test_accuracy']:.1%} after" in shown
+    assert "vit/0: trained after" in hidden and "%" not in hidden.partition(": ")[2].partition(";")[0]
+
+
 def test_a_failure_is_named_when_the_others_have_ended():
     def collect(run, task):
         if task == 1:

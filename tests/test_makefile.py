@@ -131,7 +131,7 @@ def test_without_a_gpu_it_takes_the_build_for_cpus_and_asks_once(make, tmp_path,
 def test_an_index_that_refuses_leaves_pypis_build_and_asking_for_cpus_does_too(make, tmp_path, index):
     index.status = 403
     done = make("setup", "TORCH=cpu")
-    assert done.returncode == 0 and f"{index.url} provides no CPU build" in done.stdout.splitlines()[-1]
+    assert done.returncode == 0 and f"{index.url} did not provide the CPU build" in done.stdout.splitlines()[-1]
     assert installed(tmp_path) == WITH_CUDA
     asked = index.requests
     (tmp_path / "requirements.txt").write_text(f"# changed\n{REQUIREMENTS}", encoding="utf-8")

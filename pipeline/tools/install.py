@@ -117,7 +117,7 @@ def install_with_torch(path: Path, options: argparse.Namespace, log: BinaryIO) -
         install_all(others, options, log)
         return
     if chosen == CPU:
-        reason = f"because {public(options.index)} provides no CPU build; set TORCH_INDEX=URL to use a mirror"
+        reason = f"because {public(options.index)} did not provide the CPU build; set TORCH_INDEX=URL to use a mirror"
         print(f"Installing into {venv}: 5.6 GB, most of it CUDA libraries that are not needed here, {reason}.", flush=True)
     else:
         announce(venv, "5.6 GB, most of it CUDA" if sys.platform == "linux" else "about 2 GB")

@@ -22,43 +22,43 @@ setup-dev:  # and what the tests, ruff and the notebook need
 setup-all:  # and Ray and the libraries that the tests try osa in
 	$(INSTALL) requirements.txt requirements-dev.txt requirements-cluster.txt requirements-integrations.txt
 
-quickstart: setup  ## the paper's comparison in small, in quickstart/, without a download, in minutes
+quickstart: setup  ## train four small models on digits that come with the packages, in minutes
 	@$(RUN) python -m pipeline quickstart
 
-check: setup-dev  ## the quick tests and ruff: an answer in a minute
+check: setup-dev  ## run the quick tests and ruff, in a minute
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder -q -m "not slow and not faults"
 	$(RUN) ruff check .
 
-coverage: setup-dev  ## the quick tests, and which lines of osa and pipeline they run
+coverage: setup-dev  ## run the quick tests, and show which lines of osa and pipeline they reach
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 2 --dist loadfile -q -m "not slow and not faults" --cov osa --cov pipeline
 
-test: setup-all  ## the test suite
+test: setup-all  ## run all tests
 	$(RUN) OMP_NUM_THREADS=1 python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-plan: setup  ## what `make reproduce` would run, why, and for how long
+plan: setup  ## list what `make reproduce` would run, why, and for how long
 	@$(RUN) python -m pipeline plan
 
-reproduce: setup  ## the paper on MNIST, JOBS=4 trainings at a time (default: one per core or GPU), up to the README's result
+reproduce: setup  ## reproduce the paper on MNIST, JOBS=4 runs at a time (default: one per core or GPU)
 	@$(RUN) python -m pipeline reproduce $(if $(JOBS),--jobs $(JOBS))
 
-restore: setup  ## back to the committed results; what was edited and trained since moves to .restored/
+restore: setup  ## go back to the committed results; your edits and runs move to .restored/
 	@$(RUN) python -m pipeline restore
 
-benchmark: setup  ## time attention and the training step on this machine, against what else one would run
+benchmark: setup  ## time attention and the training step on this machine, against the alternatives
 	$(RUN) python -m pipeline benchmarks.attention
 	$(RUN) python -m pipeline benchmarks.step
 	$(RUN) python -m pipeline benchmarks.depth
 	$(RUN) python -m pipeline benchmarks.orthogonal
 	$(RUN) dvc repro paper research
 
-gpu:  ## ten minutes of a GPU, where torch and Triton alone will do, into gpu.tar.gz; STEP=attention takes that part alone
+gpu:  ## measure on a GPU for ten minutes, with only torch and Triton, into gpu.tar.gz; STEP=attention runs one part
 	$(RUN) $(PYTHON) pipeline/benchmarks/gpu.py $(STEP)
 
 ui: setup  ## import the runs into MLflow and browse them on 127.0.0.1
 	@$(RUN) exec python -m pipeline tracking ui
 
 .PHONY: tour
-tour: setup-dev  ## run the notebook in place, and write it as notebooks/tour.html
+tour: setup-dev  ## run the notebook in place, and export it as notebooks/tour.html
 	$(RUN) jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/tour.ipynb
 	$(RUN) jupyter nbconvert --to html notebooks/tour.ipynb
 
@@ -66,7 +66,7 @@ tour: setup-dev  ## run the notebook in place, and write it as notebooks/tour.ht
 SOURCES ?= ..
 MODULES = osa $(subst /,.,$(basename $(filter-out %/__init__.py,$(wildcard osa/*.py osa/shaped/*.py osa/constrained/*.py))))
 .PHONY: site
-site: setup-dev  ## both pages and the reference of the package, as they are published, in site/
+site: setup-dev  ## build both pages and the API reference as they are published, in site/
 	$(RUN) pdoc --docformat google --output-directory site/reference $(MODULES)
 	cp .github/pages/index.html site
 	for page in report research; do \
@@ -75,10 +75,10 @@ site: setup-dev  ## both pages and the reference of the package, as they are pub
 	done
 
 .PHONY: doctor
-doctor:  ## what is there and what is missing, each with its remedy; before `make setup` too
+doctor:  ## list what is installed and what is missing, each with its remedy; works before `make setup` too
 	@$(RUN) $(PYTHON) -m pipeline doctor
 
-lint: setup-dev  ## ruff, and mypy on osa and pipeline
+lint: setup-dev  ## run ruff, and mypy on osa and pipeline
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
@@ -86,7 +86,7 @@ lint: setup-dev  ## ruff, and mypy on osa and pipeline
 hooks: setup-dev  ## run pre-commit's checks before each commit of git
 	$(RUN) pre-commit install
 
-readme: setup  ## render the README's result from the files
+readme: setup  ## render README's results from the files
 	$(RUN) python -m pipeline report readme
 
 COMPILE = $(RUN) uv pip compile --quiet --universal --python-version 3.11 --no-annotate

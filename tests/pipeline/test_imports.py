@@ -42,6 +42,7 @@ def test_a_sync_with_nothing_new_needs_no_torch():
     assert "torch" not in imported("import sys; import pipeline.tracking.sync; print(*sys.modules)")
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_settings_is_found_before_torch_is_imported(project):
     code = "import contextlib, sys; sys.argv[1:] = {}; from pipeline.tools.train import main\n"
     code += "with contextlib.suppress(SystemExit): main()\nprint(*sys.modules)"

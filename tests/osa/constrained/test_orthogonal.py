@@ -311,6 +311,7 @@ def test_whole_matrices_of_a_model_can_be_parametrised(name):
     assert model(torch.randn(2, 1, 4, 4)).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_on_cuda_without_one():
     """Tensors that are nothing but their shape, type and device: none is left on the CPU, and no value is read."""
     skip_without_fake_draws()

@@ -97,6 +97,7 @@ def test_what_is_stored_is_mapped_and_has_the_digest_of_its_bytes():
     assert idx.data_digest("data/folder") == expected
 
 
+@pytest.mark.slow
 def test_memory_holds_a_few_of_the_images_at_a_time():
     for number in range(120):
         save(f"train/cat/large {number}.png", np.full((96, 96, 3), number, np.uint8))

@@ -42,6 +42,7 @@ def row(name: str, variant: str, seed: int | None = None) -> pd.Series:
     return found[(found["variant"] == variant) & (seed is None or found["seed"] == seed)].iloc[0]
 
 
+@pytest.mark.slow
 def test_tables_hold_what_evaluate_measured(project):
     measured = files.read_json(EVALUATIONS / "osa_ns/1/evaluation.json")
     of_run = row("runs", "osa_ns", 1)

@@ -15,6 +15,7 @@ from pipeline.core.errors import UserError
 from pipeline.studies.paper import complexity
 from pipeline.studies.paper.complexity import BOTH, FORWARD, NORM, Inputs, Settings
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 SMALL = {"largest_tokens": 512, "width": 2, "widths": [2, 4, 8], "tokens": 64, "joint": [2, 4, 8], "tokens_per_width": 16}
 SMALL |= {"most_tokens_matrix": 512, "most_tokens_exponential": 128, "repeats": 2, "sample_seconds": 1e-4}
@@ -149,7 +150,6 @@ def test_the_code_holds(tables):
     assert numbers["softmax_over_osa"]["osa_qr"] == pytest.approx(seconds["softmax"] / seconds["osa_qr"])
 
 
-@pytest.mark.slow
 def test_code_that_forms_the_matrix_is_caught(tables, monkeypatch):
     def small_skew(scale, basis, m):
         return complexity.small_skew_dense(scale, basis, *m.chunk(2, dim=-1))

@@ -123,6 +123,7 @@ def test_one_run_that_fails_to_start_leaves_the_curves_of_the_others(trained):
     assert summary["ahead_from_epoch"]["osa_ns"] is not None
 
 
+@pytest.mark.slow
 def test_figures_show_what_is_compared(trained):
     drawn = {name: draw(None, {}, trained) for name, draw in STUDY.figures.items()}
     left, right = drawn["section_5_comparisons"].axes

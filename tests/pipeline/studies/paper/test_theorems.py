@@ -166,6 +166,7 @@ def test_trained_layers_are_those_of_the_table(study, column, lab):
 # Theorem 2.2
 
 
+@pytest.mark.slow
 def test_softmax_loses_rank_and_the_figure_is_the_same_each_time(lab):
     tables, settings = measured(theorem_2_2, lab), settings_of(theorem_2_2)
     numbers = theorem_2_2.summarise(settings, tables, lab)

@@ -34,7 +34,7 @@ BOTH = {"variants": ["vit", "osa_exact"], "seeds": [0]}
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path, monkeypatch, starts_warm):
+def project(tmp_path, monkeypatch):
     """Small models of two kinds, and no study."""
     shutil.copy(synthetic.ROOT / "dvc.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_only_what_is_named_in_the_order_of_its_names(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("code")
+@pytest.mark.usefixtures("code", "starts_warm")
 def test_side_by_side_each_run_is_trained_once_with_the_bits_of_one_alone(monkeypatch, capfd):
     assert [run for run, _ in missing()] == [Run("vit", 0), Run("osa_exact", 0)]
     fan_out.main(["--jobs", "2", "--no-tracking"])
@@ -136,7 +136,7 @@ def test_a_failure_is_named_when_the_others_have_ended():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("code")
+@pytest.mark.usefixtures("code", "starts_warm")
 def test_a_failure_is_why_the_command_fails(capsys):
     write_params(run=BOTH, variants={"vit": {"overrides": {"train": {"batch_size": 100, "drop_last": True}}}})
     with pytest.raises(SystemExit):
@@ -270,7 +270,7 @@ def test_printed_commands_train_what_is_missing(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("code")
+@pytest.mark.usefixtures("code", "starts_warm")
 def test_a_shipped_run_brings_back_all_its_files(project, monkeypatch):
     """One of Table 2, and one of a study that watches its models, as a cluster trains them."""
     jobs = [(Run("vit", 0), params.resolve(params.load(), "vit")), watched_run()]
@@ -425,7 +425,7 @@ def test_a_gpu_takes_one_training_or_as_many_as_are_asked_for_and_a_core_one(mon
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("code")
+@pytest.mark.usefixtures("code", "starts_warm")
 def test_a_cluster_loses_a_node_and_no_run(monkeypatch, capfd):
     """Runs of all kinds, on nodes with a pretended GPU each."""
     try:

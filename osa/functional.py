@@ -45,7 +45,7 @@ def orthogonal_attention(
         exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
 
     "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3). The other methods are
-    faster. With J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, they all compute
+    faster: with J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, the other methods compute
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
@@ -68,7 +68,7 @@ def orthogonal_attention(
 
     However large S is, A = exp(S) preserves lengths: ‖Av‖ equals ‖v‖ up to a relative error of about 100 eps · max(1, ‖S‖₂).
     Where the error could be larger, the result is NaN, with a warning. Here eps is the machine epsilon of the widest input
-    type, but at most that of float32. For float32, "polar_express" has an additional error of up to 10⁻⁵, provided that the
+    type, or of float32 if all types are narrower. For float32, "polar_express" has an additional error of up to 10⁻⁵, provided that the
     singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" is in general not orthogonal. It agrees with
     Eq. 6, 7 and 9 to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
 

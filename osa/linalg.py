@@ -123,8 +123,8 @@ class _NewtonSchulzGram(torch.autograd.Function):
 def polar_express_gram(gram: Tensor, num_iterations: int = 7) -> Tensor:
     """G_K = M_KᵀM_K of the Polar Express iterate M_K, given G₀ = M₀ᵀM₀: `newton_schulz_gram` with other polynomials.
 
-    T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven steps bring singular values in [10⁻³, 1] to within 10⁻⁶ of 1;
-    Newton–Schulz needs about twenty.
+    M_{k+1} = M_k T_k with T_k = a_k I + b_k G_k + c_k G_k² (Amsel et al. 2025). Seven steps bring singular values in
+    [10⁻³, 1] to within 10⁻⁶ of 1; Newton–Schulz needs about twenty.
 
     Args:
         gram: G₀, (..., n, n), symmetric, in float64, with ‖M₀‖₂ ≤ 1. float32 could not resolve eigenvalues of 10⁻⁶.
@@ -311,7 +311,7 @@ def _degree(radius: float, dtype: torch.dtype) -> int:
 def _taylor(y: Tensor, first: Tensor, square: Tensor, degree: int) -> list[Tensor]:
     """Returns P_J to P_0, with J = (degree − 1)/2 and P_0 = Σ_{k ≤ degree} Z^k Y / (k + 1)!, given Y, ZY and Z².
 
-    P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)) adds two terms for one product (Paterson & Stockmeyer 1973).
+    P_j = Y + ZY / (2j + 2) + Z² P_{j+1} / ((2j + 2)(2j + 3)) adds two terms with one product (Paterson & Stockmeyer 1973).
     """
     last = degree // 2
     partial = [torch.add(y, first, alpha=1 / (2 * last + 2))]

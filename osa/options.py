@@ -296,7 +296,7 @@ _SHAPED: ModelOptions = {
 }
 _DKS: ModelOptions = _SHAPED | {"activation": "dks_gelu"}
 _ISO: ModelOptions = {"mlp_init": "isometric"}
-_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α = 0.98 on the skips of 36 blocks
+_SKIP: ModelOptions = _SHAPED | {"skip": True, "normalised_skip": 1.4256}  # α² = 1 − 1.4256/36: α = 0.98 on the skips
 _UNIFORM: ModelOptions = {"attention": "signal_preserving", "kernel": "uniform", "kernel_last": 0.8, "repeated": 0.04}
 _EXPONENTIAL: ModelOptions = _UNIFORM | {"kernel": "exponential", "kernel_last": 0.05}
 
@@ -306,7 +306,7 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper. Same function as osa_qr, but osa_exact uses no basis, and osa_qr_literal uses autograd through QR
+    # Not in the paper: osa_qr, computed without a basis by osa_exact, and with autograd through QR by osa_qr_literal
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of the exponential
@@ -325,7 +325,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of each MLP are built from one orthonormal frame. At width 64, models of 72 blocks need this
+# Both layers of each MLP are built from one orthonormal frame. At width 64, models of 72 blocks train reliably only so
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,

@@ -37,7 +37,7 @@ from osa.runtime import (
 )
 
 SMALL_NORM = 64.0  # maximum Frobenius norm of [S] = BᵀSB that `_is_small` accepts
-# S itself is used only if scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) is at most this. Independent entries give about √(d/2)
+# S itself is used only if scale · ‖Q‖_F ‖K‖_F / max(1, ‖S‖_F) is at most this. Independent Q and K give about √(d/2)
 CANCELLATION = 16.0
 # Values of eps · scale · ‖M‖_F² above which the iterations run in float64, and above which no digit is correct
 FLOAT64_ABOVE, NO_DIGIT_ABOVE = 2.0**-10, 2.0**-3

@@ -98,7 +98,7 @@ def _gelu_slope(x: float) -> float:
 
 
 def _gelu_moments(scale: float, shift: float) -> tuple[float, float]:
-    """Mean and variance of GELU(a z + b)."""
+    """Mean and variance of GELU(scale · z + shift), z ~ N(0, 1)."""
     mean = _mean(lambda z: gelu(scale * z + shift))
     return mean, _mean(lambda z: (gelu(scale * z + shift) - mean) ** 2)
 

@@ -44,7 +44,7 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-# Values of ‖S‖₂. In the paper's trained models, the median over a block's heads is 0.2 to 1.6. ViT-B/16 starts at 6.
+# Values of ‖S‖₂. In the paper's trained models, a block's median over heads is 0.2 to 1.6. In an untrained ViT-B/16 it is 6.
 NORMS = (2.0, 6.0, 40.0)
 TINY_NORMS = NORMS[:2]  # Triton's interpreter is slow at a norm of 40
 Rows = Iterator[dict]
@@ -95,7 +95,7 @@ def forms(tiny: bool) -> Rows:
 def form(
     norms: tuple[float, ...], method: Method, batch: int, heads: int, tokens: int, width: int, dtype: torch.dtype
 ) -> Rows:
-    """Measures attention at each ‖S‖₂ in `norms`: the time of its first run, and its errors against float64 on the CPU."""
+    """Measures attention at each ‖S‖₂ in `norms`: the time of the first call, and errors against float64 on the CPU."""
     for norm in norms:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, norm)
         call = partial(osa.orthogonal_attention, scale=scale, method=method)

@@ -21,7 +21,7 @@ INITIALISED, TRAINED = "initialised", "trained"
 OSA_MODELS, ALL_MODELS = "the paper's OSA models", "all models of the paper"
 SDPA, BEST = "sdpa", "best SDPA"  # softmax attention with the backend that torch chooses, and with the fastest one
 QUANTILES = {"seconds": 0.5, "p10": 0.1, "p90": 0.9}
-# n → number of samples of an n×n product. We include small n because other processes seldom interrupt a short product.
+# n → number of timings of an n×n product. We include small n because other processes seldom interrupt a short product.
 PEAK_SIZES = {256: 50, 512: 20, 2048: 3}
 
 

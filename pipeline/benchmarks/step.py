@@ -41,7 +41,7 @@ COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]  # columns that identify a row; `weights` is INITIALISED or TRAINED
 Key = tuple[str, str, str]
 PEAK: Key = "product", "", ""  # key of the matrix product
-PEAK_SIZE = 2048  # rows and columns of both matrices
+PEAK_SIZE = 2048  # rows and columns of both factors of this product
 
 StepCall = Callable[[], object]
 

@@ -105,7 +105,7 @@ def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]
 
     All models see the same images, so the contrasts on single images, averaged over runs, enter Welch's estimate as one more
     sample. The variance over images and each variance over runs include the interaction of run and image. A bootstrap over
-    runs and images adds the same variances, but underestimates the variance over five runs by a fifth.
+    runs and images sums the same variances, but with five runs it underestimates the variance over runs by a fifth.
 
     Args:
         samples: an array (runs ≥ 2, images) for each model: 1 if the run classifies the image correctly, else 0.

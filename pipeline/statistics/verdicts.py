@@ -168,7 +168,7 @@ def _mann_whitney(first: NDArray, second: NDArray) -> dict[str, float]:
 
 @functools.cache
 def _rank_sums(ranks: tuple[int, ...], n: int) -> NDArray:
-    """Returns an array whose entry s is the number of ways to choose n of the ranks with the sum s."""
+    """Returns an array whose entry s is the number of ways to choose n of the ranks so that they sum to s."""
     ways = np.zeros((n + 1, sum(ranks) + 1))
     ways[0, 0] = 1
     for rank in ranks:

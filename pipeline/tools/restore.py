@@ -252,7 +252,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost folder above `path` that is a run's or is not in `known`, or `path` if there is no such folder."""
+    """Returns the topmost folder above `path` that belongs to a run or is not in `known`, else `path` itself."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

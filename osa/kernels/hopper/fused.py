@@ -128,8 +128,8 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     """Returns c Tᵀ, Zᵀ, the number of terms after Y, and whether the head has the state FUSED.
 
     A term t changes the output by at most the fraction |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code
-    uses ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. STORE
-    assumes that the head has the state FUSED.
+    uses ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. Callers
+    set STORE only for heads that are known to have the state FUSED.
     """
     b_gram *= c
     b_total = c * times_jt(b_vm)

@@ -37,11 +37,11 @@ from osa.kernels.tiles import high_low
 
 RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, so that no term of a step is much larger than the first term
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: enough for ‖Z‖₂ = 2¹⁴. Above, no digit is correct
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: for a larger ‖Z‖₂ than 2¹⁴, no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
-# One product per term is used only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this. This ratio is 8 to 11 for independent tokens
+# A term takes one product, not three, only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this. Independent tokens give 8 to 11
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# One product per term is used only if balancing divides ‖G‖_F by at most this. Above it, large terms cancel in the gradients
+# A term takes one product, not three, only if balancing divides ‖G‖_F by at most this. Else the gradients lose digits
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if ‖Z‖_F² / max(Σ|λ|², 1) is larger, no digit is correct even with SPLIT
@@ -181,7 +181,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ, Zᵀ. Returns ‖Z‖_F, whether MAX_CANCELLATION is exceeded, and whether MAX_IMBALANCE is (if SPLIT)."""
+    """Stores Y, σ, γ, Zᵀ. Returns ‖Z‖_F, and whether MAX_CANCELLATION and whether MAX_IMBALANCE (if SPLIT) is exceeded."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -256,7 +256,7 @@ def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
     """Returns the squared norm below which a term is too small to change the output.
 
     A term t changes the output by at most the fraction |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / (|c| ‖M‖₂). The
-    code uses ‖G‖_F in place of ‖M‖₂². Each of the n steps has the share 1/n (`fraction`) of the tolerance.
+    code uses ‖G‖_F in place of ‖M‖₂². With n steps, each step may use `fraction` = 1/n of the total tolerance.
     """
     factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     if SPLIT:

@@ -23,7 +23,7 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    If SHEARED, the kernel multiplies the columns that `sheared` returns, and skips matrices whose `is_lost` is 0,
+    If SHEARED, the products are those of the columns that `sheared` returns. Matrices whose `is_lost` is 0 are skipped,
     because their G from the first launch is accurate enough.
     """
     ROWS: tl.constexpr = TILE[0]

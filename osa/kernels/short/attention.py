@@ -103,7 +103,7 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
     2005). A column counts as dependent if its remainder is as small as its rounding error.
     """
     o_rows, o_columns = tl.arange(0, ALL_ROWS), tl.arange(0, MAX_ROWS)
-    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d); at step i, its first i columns are columns of B
+    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d): M at first; step i overwrites column i with one of B
     for i_column in range(m[4]):
         b_column = tl.sum(tl.where(o_columns[None, :] == i_column, b_basis, 0.0), axis=1)  # (ALL_ROWS,)
         largest = tl.max(tl.abs(b_column), axis=0)

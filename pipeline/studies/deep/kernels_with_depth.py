@@ -247,7 +247,7 @@ def skips(settings: Settings) -> Iterator[dict]:
 
 
 def eq_25(before: float, after: float) -> float:
-    """Returns a block's γ from Eq. 25 as printed by He et al.: the equation has λ_α² where it should have λ_α.
+    """Returns a block's γ from Eq. 25 as He et al. print it, including the misprint of λ_α² for λ_α.
 
     `before` is the γ that the schedule prescribes for the previous block. `after` is the γ that Eq. 26 gives for this block.
     """

@@ -42,7 +42,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns a contrast of mean accuracies, in points, with an interval based on the spread over seeds and images."""
+    """Returns the contrast `kind` of mean accuracies, in points. Its interval covers the spread over seeds and images."""
     if min(len(right.get(model, [])) for model in models) < 2:  # too few runs for an interval
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, (1, -1)))

@@ -217,7 +217,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """Summarises the costs of Table 1's components, and compares OSA as a whole with torch's fused softmax attention.
 
     table_1      the maximum of (slope − the paper's exponent) over components
-    linear       the same maximum for OSA as a whole
+    linear       the same maximum over the implementations of OSA, each as a whole
     formed       log–log slopes of the operation count against N: for Eq. 7 if S is formed, and for Eq. 6 if A is formed
     crossings    the N above which OSA is faster than softmax, for a forward and backward pass
     """

@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rate of "reproduced". If the true difference equals the limit, this is the error rate, else the power."""
+    """Returns how often the verdict is "reproduced": the error rate if the truth is the limit, and the power otherwise."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

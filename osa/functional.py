@@ -67,10 +67,11 @@ def orthogonal_attention(
     al. 2023, arXiv 2312.11166).
 
     However large S is, A = exp(S) preserves lengths: ‖Av‖ equals ‖v‖ up to a relative error of about 100 eps · max(1, ‖S‖₂).
-    Where the error could be larger, the result is NaN, with a warning. Here eps is the machine epsilon of the widest input
-    type, or of float32 if all types are narrower. For float32, "polar_express" has an additional error of up to 10⁻⁵, provided that the
-    singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" is in general not orthogonal. It agrees with
-    Eq. 6, 7 and 9 to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate as torch's matrix exponential.
+    Where the error could be larger, the result is NaN, with a warning. Here eps is the machine epsilon of the widest
+    input type, or of float32 if all types are narrower. For float32, "polar_express" has an additional error of up to
+    10⁻⁵, provided that the singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" is in general
+    not orthogonal. It agrees with Eq. 6, 7 and 9 to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate
+    as torch's matrix exponential.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂². This product can exceed ‖S‖₂ if Q ≈ K, if tokens share a
     large component, or if there are outliers. "exact" and "cayley" then replace M by M T, where T is a matrix that leaves S

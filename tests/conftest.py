@@ -73,4 +73,4 @@ def warm_python(tmp_path_factory):
 def starts_warm(warm_python, monkeypatch):
     """Processes that a test starts as `python` or by sys.executable have imported the libraries."""
     monkeypatch.setattr(sys, "executable", str(warm_python))
-    monkeypatch.setenv("PATH", f"{warm_python.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(warm_python.parent), prepend=os.pathsep)

@@ -67,8 +67,7 @@ def dvc() -> Iterator[Line]:
     remedy = "wait until they are released, or run `dvc --wait-for-lock repro`" if held else ""
     yield "locks", f"held: {', '.join(held)}" if held else "free", remedy, True
     if not held and locks.claims() is None:
-        state = f"{locks.RWLOCK} is empty or damaged, probably because a process was killed"
-        yield "rwlock", state, f"run `rm {locks.RWLOCK}`", True
+        yield "rwlock", locks.DAMAGED, locks.REMEDY, True
 
 
 def torch() -> Iterator[Line]:

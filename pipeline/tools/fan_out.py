@@ -68,8 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         problem = f"DVC is running here ({' and '.join(others)}) and may train the same runs"
         raise UserError(f"{problem}: wait for it to finish, or stop it.")
     if locks.claims() is None:
-        problem = f"{locks.RWLOCK} is empty or damaged, probably because a process was killed"
-        raise UserError(f"{problem}: run `rm {locks.RWLOCK}`.")
+        raise UserError(f"{locks.DAMAGED}: {locks.REMEDY}.")
     with single_instance(locks.FAN_OUT):
         settings = params.load()
         adopt(settings, chosen.no_tracking)

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         cause = " ".join(str(error).split())
         raise UserError(f"another process is using DVC here ({cause}): wait for it to finish.") from None
     except DvcException as error:
-        remedy = f"run `rm {locks.RWLOCK}`" if locks.claims() is None else "run `make doctor`"
+        remedy = locks.REMEDY if locks.claims() is None else "run `make doctor`"
         raise UserError(f"DVC cannot say what has changed ({str(error).splitlines()[0]}): {remedy}.") from None
     source = settings.data.source
     if not idx.folder(source).exists():

@@ -144,8 +144,7 @@ def refuse_while_others_work() -> None:
         problem = f"other processes are using this folder ({' and '.join(others)})"
         raise UserError(f"{problem}: wait for them to finish, or stop them.")
     if locks.claims() is None:
-        problem = f"{locks.RWLOCK} is empty or damaged, probably because a process was killed"
-        raise UserError(f"{problem}: run `rm {locks.RWLOCK}`.")
+        raise UserError(f"{locks.DAMAGED}: {locks.REMEDY}.")
 
 
 def tell_of_interrupted() -> None:

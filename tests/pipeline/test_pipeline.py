@@ -89,7 +89,7 @@ def isolate(folder: Path, patch: pytest.MonkeyPatch) -> None:
 def clone(tmp_path, monkeypatch, warm_python):
     """A clone as working directory."""
     isolate(tmp_path, monkeypatch)
-    monkeypatch.setenv("PATH", f"{warm_python.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(warm_python.parent), prepend=os.pathsep)
     make_clone(tmp_path / "clone")
     monkeypatch.chdir(tmp_path / "clone")
 

@@ -14,6 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import dvc as _dvc  # noqa: F401  Its loggers keep the streams of now; streams of a test would be closed for the next.
 import pytest
 from ruamel.yaml import YAML
 

@@ -14,7 +14,7 @@ from osa.linalg import Scale
 from osa.routes import plain_attention
 from osa.runtime import KERNELS, autograd_in_an_operator, constant_to_a_trace, in_own_types, is_transformed
 
-# Number of an autograd graph → inputs and output of that graph, while a backward pass may still need the graph
+# Identifier of an autograd graph → inputs and output of that graph, while a backward pass may still need the graph
 GRAPHS: dict[int, tuple[list[Tensor], Tensor]] = {}
 GRAPH_NUMBERS = itertools.count()
 INPUTS, OPTIONS = "Tensor query, Tensor key, Tensor value, Tensor scale", "str method, int? num_iterations, float epsilon"
@@ -48,9 +48,9 @@ def attend(
     "osa::attend_by_value", mutates_args=(), schema=f"({INPUTS}, {OPTIONS}, bool keep) -> (Tensor, Tensor)"
 )
 def _operator(query, key, value, scale, method, num_iterations, epsilon, keep):
-    """Returns exp(S) V, and a tensor that holds the number of the autograd graph in `GRAPHS`.
+    """Returns exp(S) V, and a tensor that holds the identifier of the autograd graph in `GRAPHS`.
 
-    `GRAPHS` keeps the graph only if `keep` is true, and only until the tensor with the graph's number is freed.
+    `GRAPHS` keeps the graph only if `keep` is true, and only until the tensor with the graph's identifier is freed.
     """
     options, number = (method, num_iterations, epsilon), torch.tensor(next(GRAPH_NUMBERS), device="cpu")
     if not keep:

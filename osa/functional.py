@@ -45,7 +45,7 @@ def orthogonal_attention(
         exp(S) V = V + B (exp[S] − I) BᵀV   (Eq. 6),        [S] = BᵀSB   (Eq. 7).
 
     "qr_literal" computes these equations as they stand, with B from the reduced QR of M (Section 3). The other methods are
-    faster: with J = [[0, I], [−I, 0]], S = scale · M J Mᵀ and G = MᵀM, the other methods compute
+    faster. Let J = [[0, I], [−I, 0]] and G = MᵀM, so that S = scale · M J Mᵀ. The faster methods compute
 
         exp(S) V = V + L φ₁(Z) Y,        φ₁(Z) = (e^Z − I) Z⁻¹ = Σ Z^k / (k + 1)!,
 
@@ -62,19 +62,19 @@ def orthogonal_attention(
     "exact" needs no basis, thanks to the identity f(AB) A = A f(BA) (Higham 2008, Section 1.8; Xiao & Liu, ICML 2020).
     "newton_schulz" is Theorem 2.1 with B = M_K of Eq. 9. By the same identity, it needs only G_K = BᵀB. Its matrix is
     orthogonal only as far as the K iterations have converged (Theorem 3.1). "polar_express" replaces the Newton–Schulz steps
-    by the steps of Amsel et al. (2025), and computes in float64. "cayley" replaces exp(S) by another orthogonal matrix, the
+    with those of Amsel et al. (2025), and computes in float64. "cayley" replaces exp(S) with another orthogonal matrix, the
     Cayley transform (I − S/2)⁻¹ (I + S/2), which agrees with exp(S) to second order and rotates by less than π (Brantner et
     al. 2023, arXiv 2312.11166).
 
     However large S is, A = exp(S) preserves lengths: ‖Av‖ equals ‖v‖ up to a relative error of about 100 eps · max(1, ‖S‖₂).
     Where the error could be larger, the result is NaN, with a warning. Here eps is the machine epsilon of the widest
-    input type, or of float32 if all types are narrower. For float32, "polar_express" has an additional error of up to
+    input dtype, or of float32 if all dtypes are narrower. For float32, "polar_express" has an additional error of up to
     10⁻⁵, provided that the singular values of M lie in [10⁻³, 1] · ‖M‖_F. The matrix of "newton_schulz" is in general
     not orthogonal. It agrees with Eq. 6, 7 and 9 to about 30 eps · scale · ‖M‖₂², or is NaN. "qr_literal" is as accurate
     as torch's matrix exponential.
 
     The rounding error of Gram matrices grows with scale · ‖M‖₂². This product can exceed ‖S‖₂ if Q ≈ K, if tokens share a
-    large component, or if there are outliers. "exact" and "cayley" then replace M by M T, where T is a matrix that leaves S
+    large component, or if there are outliers. "exact" and "cayley" then replace M with M T, where the matrix T leaves S
     unchanged (see `osa.linalg.balanced`), or use the basis of "qr" in float64. "newton_schulz" computes in float64.
 
     On a GPU, and under torch.export, torch.jit.trace and function transforms, the values of tensors are not read. "exact"
@@ -101,11 +101,11 @@ def orthogonal_attention(
         epsilon: ε of Section 3, which "newton_schulz" and "polar_express" add to ‖M‖_F.
 
     Returns:
-        (..., N, d_value), in the type of value. With bfloat16 or float16 inputs the small matrices are float32.
+        (..., N, d_value), in the dtype of value. With bfloat16 or float16 inputs the small matrices are float32.
 
     Raises:
         TypeError: query, key, value or the mask is not a tensor, or the scale is not a real number.
-        ValueError: the shapes, types or devices do not match, the method is unknown, or an argument would give an attention
+        ValueError: the shapes, dtypes or devices do not match, the method is unknown, or an argument would give an attention
             matrix that is not orthogonal.
 
     Example:

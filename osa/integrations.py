@@ -108,8 +108,8 @@ def register_with_transformers(
     attention dropout, raises ValueError at the first call.
 
     Every configuration gets an attribute `orthogonal_attention`, which is None until `set_attention` sets it. From then on,
-    its `to_dict` also writes `attn_implementation`. `transformers` reads this key from a file but does not write it: without
-    the key, a saved model would load with softmax.
+    the configuration's `to_dict` also writes the key `attn_implementation`, which transformers reads but does not write.
+    Without this key, a saved model would load with softmax.
 
     Args:
         name: a new name, or one registered by this function before.
@@ -136,14 +136,14 @@ def register_with_transformers(
         )
     AttentionInterface.register(name, functools.partial(_attend, name, options, alpha))
     AttentionMaskInterface.register(name, sdpa_mask)
-    configurations: Any = PreTrainedConfig  # Any, because the class declares no such attribute
+    configurations: Any = PreTrainedConfig  # Any, because PreTrainedConfig declares no attribute `orthogonal_attention`
     if not hasattr(configurations, CONFIG_KEY):
         configurations.orthogonal_attention = None
         configurations.to_dict = _with_attention(configurations.to_dict)
 
 
 def set_attention(model: nn.Module, name: str = "osa", parts: Sequence[str] = ()) -> None:
-    """Gives a transformers model the attention registered as `name`, and writes the settings into the model's configuration.
+    """Gives a transformers model the attention `name`, and writes the attention's settings into the model's configuration.
 
     `attn_implementation=name` alone does not write the settings, so a saved model would load with softmax. To prevent
     this, a model without these settings in its configuration raises ValueError at its first call.
@@ -240,7 +240,7 @@ def _attend(
     output_attentions: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The registered function. Returns A V of each head (B, N, h, d_v), and A (B, h, N, N) if `output_attentions`."""
+    """The function that transformers calls. Returns A V of each head (B, N, h, d_v), and A (B, h, N, N) if requested."""
     for argument in ("position_bias", "softcap", "sliding_window"):
         if others.get(argument) is not None:
             raise ValueError(f"{argument} is not supported: orthogonal attention has no softmax logits for it to change")

@@ -23,8 +23,8 @@ POLAR_EXPRESS = (
 
 # Maximum spectral radius ρ for which Z need not be halved: the terms of the series stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
-_MAX_DOUBLINGS = 14  # number of times `phi1_times` halves Z on a GPU or in a trace, where ρ is unavailable
-_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum ρ for which halving Z 14 times is enough: 49,152
+_MAX_DOUBLINGS = 14  # number of times `phi1_times` halves Z on a GPU or in a trace, where the spectral radius is unknown
+_MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum spectral radius for which 14 halvings of Z are enough: 49,152
 # Maximum `imbalance` of Z for which A = exp(S) is orthogonal up to an error of about 100 eps max(1, ‖S‖₂)
 IMBALANCE = 128.0
 
@@ -157,7 +157,7 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 
 def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
-    """`phi1_times` for Z (b, n, n) and Y (b, n, m), with torch's operators and derivatives of every order."""
+    """`phi1_times` with torch's operators, for Z (b, n, n) and Y (b, n, m). Derivatives of every order exist."""
     radius, doublings = _MAX_RADIUS / 2**_MAX_DOUBLINGS, _MAX_DOUBLINGS
     if is_readable(z) and is_readable(y) and z.numel():
         square = torch.bmm(z.detach(), z.detach())
@@ -218,8 +218,8 @@ def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / c of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1), with c = (Σ|λ|²)^½ clamped to [1, 64].
 
     The numerator is the squared departure of Z from normality (Henrici 1962), and eps times the numerator is about the error
-    that φ₁(Z) causes in exp(S). Without the clamp, c would be ‖S‖_F. c is at most 64, because for ‖S‖_F > 64,
-    the error of a non-normal Z grows faster than ‖S‖_F. `spectrum` is Σ|λ|², if known.
+    that φ₁(Z) causes in exp(S). Dividing by c makes this error relative to ‖S‖_F = (Σ|λ|²)^½. c is at most 64, because for
+    ‖S‖_F > 64, the error of a non-normal Z grows faster than ‖S‖_F. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -251,7 +251,7 @@ def balanced(m: Tensor) -> Tensor:
     shorter. Then one column is multiplied by s and the other by 1/s, which makes both equally long.
 
     Derivatives treat T as a constant, since exp(S) does not depend on it. The subtraction is in float64, so that no
-    precision is lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, the subtraction is in M's own type.
+    precision is lost if Q ≈ K in float32. On Apple's GPUs (MPS), which have no float64, the subtraction is in M's own dtype.
 
     Args:
         m: [Q, K], (b, N, 2d).
@@ -264,7 +264,7 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    # lower bounds on squared lengths: if two columns are parallel, subtracting the projection leaves only rounding errors
+    # If two columns are parallel, the subtraction leaves only rounding errors, so squared lengths get these lower bounds
     least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
     s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the limits keep the other from overflowing float32
@@ -283,7 +283,7 @@ def as_batch(x: Tensor) -> Tensor:
 
 
 def identity_like(x: Tensor) -> Tensor:
-    """Returns the identity matrix of the size of x's last dimension, with x's type and device."""
+    """Returns the identity matrix of the size of x's last dimension, with x's dtype and device."""
     return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the least odd m for which ρ^{m+1}/(m + 1)!, the first term missing in e^Z's derivative, is at most eps/4."""
+    """Returns the least odd degree m for which the first omitted term of e^Z's derivative, ρ^{m+1}/(m + 1)!, is ≤ eps/4."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2

@@ -52,7 +52,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
     Raises:
         TypeError: the mask is not a tensor.
-        ValueError: the mask has a wrong type, device or shape, or unequal rows.
+        ValueError: the mask has a wrong dtype, device or shape, or its rows differ.
     """
     num_tokens = query.shape[-2]
     if not isinstance(mask, Tensor):

@@ -193,7 +193,7 @@ def build_vit(
 
 
 def _allocate(module: nn.Module) -> None:
-    """Replaces meta parameters by uninitialised ones on the default device, like `to_empty`. Works under FakeTensorMode."""
+    """Replaces meta parameters with uninitialised ones on the default device, like `to_empty`. Works in FakeTensorMode."""
     device = torch.get_default_device()
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):

@@ -68,7 +68,7 @@ class SelfAttention(nn.Module):
         Raises:
             TypeError: x or the mask is not a tensor.
             ValueError: x has a wrong shape, is nested or is not floating-point; key and value are given too; or the mask
-                has a wrong type, device or shape, or unequal rows.
+                has a wrong dtype, device or shape, or its rows differ.
         """
         self._check(x, num_outputs, *others)
         mask = attn_mask if attn_mask is None else _for_heads(attn_mask, x)
@@ -107,7 +107,7 @@ def attention_matrix(attention: SelfAttention, x: Tensor, attn_mask: Tensor | No
 
 
 def _for_heads(attn_mask: Tensor, x: Tensor) -> Tensor:
-    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). Returns a mask with more dimensions unchanged."""
+    """Reshapes a mask, (B, N) → (B, 1, 1, N) or (N,) → (1, 1, N). A mask of 3 or more dimensions stays as it is."""
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a boolean tensor, not {type(attn_mask).__name__}: use torch.as_tensor")
     if attn_mask.dim() > 2:
@@ -146,7 +146,7 @@ def _is_plain(part: nn.Module) -> bool:
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """True if shapes, types and devices are the same. False for subclasses of Tensor, which may not support `torch.cat`."""
+    """True if shapes, dtypes and devices are the same. False for subclasses of Tensor, which may not support `torch.cat`."""
     is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
     return is_plain and len({(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors}) <= 1
 
@@ -293,7 +293,7 @@ class MultiheadOrthogonalAttention(OrthogonalSelfAttention):
 
         Raises:
             TypeError: the tokens or a mask are not tensors.
-            ValueError: query, key and value are different tensors, a mask has unequal rows or numbers other than 0 and −∞,
+            ValueError: query, key and value are different tensors, a mask has differing rows or numbers other than 0 and −∞,
                 or the shapes do not match.
         """
         if not (query is key is value):

@@ -306,7 +306,7 @@ MODELS: dict[str, ModelOptions] = {
     "vit": _VIT,
     "vit_noskip": _VIT | {"skip": False},
     "vit_noskip_nonorm": _VIT | {"skip": False, "norm": False},
-    # Not in the paper: osa_qr, computed without a basis by osa_exact, and with autograd through QR by osa_qr_literal
+    # Variants of osa_qr, not in the paper: osa_exact uses no basis, and osa_qr_literal uses autograd through QR
     "osa_exact": _OSA | {"method": "exact"},
     "osa_qr_literal": _OSA | {"method": "qr_literal"},
     # The Cayley transform of S in place of the exponential
@@ -315,7 +315,7 @@ MODELS: dict[str, ModelOptions] = {
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # Attention layers of He et al. 2023, except in the last two models: softmax attention with the skips of espa_skip
+    # Attention layers of He et al. 2023, and then two models with softmax attention and the same skips as espa_skip
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,
@@ -325,7 +325,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both layers of each MLP are built from one orthonormal frame. At width 64, models of 72 blocks train reliably only so
+# One orthonormal frame gives both layers of an MLP. At width 64 and 72 blocks, OSA trains reliably only with such MLPs
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,

@@ -149,7 +149,7 @@ def _check_unchanged(model: VisionTransformer) -> None:
 def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
     settings = {name: value for name, value in vars(module).items() if not name.startswith("_") and name not in TRANSIENT}
     kind = parametrize.type_before_parametrizations(module)
-    if kind.__module__.startswith("torch.distributed."):  # torch's `replicate` replaces the class by a subclass
+    if kind.__module__.startswith("torch.distributed."):  # torch's `replicate` replaces the class with a subclass
         kind = kind.__bases__[-1]
     return kind, settings
 
@@ -159,8 +159,8 @@ def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTrans
 
     Args:
         path: the folder, or a file with weights of the model that `create_model(name)` builds.
-        name: a name in `MODELS`, required for a file of weights. A folder must hold the model of this name, though its
-            sizes and initialisation may differ.
+        name: a name in `MODELS`, required for a file of weights. It is optional for a folder. If it is given, the
+            folder must hold this model, but options that `MODELS` does not set, such as sizes, may differ.
 
     Raises:
         FileNotFoundError: the path does not exist.

@@ -48,7 +48,7 @@ def plain_attention(
 ) -> Tensor:
     """Computes exp(S) V, (..., N, d_value), with the function that `_ROUTES` lists for the method.
 
-    The function gets tensors of one type and batch size: query and key (b, N, d), value (b, N, d_value), scale (b, 1, 1).
+    The function gets tensors of one dtype and batch size: query and key (b, N, d), value (b, N, d_value), scale (b, 1, 1).
     """
     with without_autocast(query.device), full_precision(query.device):
         least = torch.float64 if method == "polar_express" else torch.float32  # `polar_express_gram` needs float64
@@ -139,7 +139,7 @@ def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, li
 
 
 def _safe_dtype(m: Tensor) -> torch.dtype:
-    """Returns the type for steps that may lose precision: float64 on the CPU, where it only doubles the time, else m's."""
+    """Returns the dtype for steps that may lose precision: float64 on the CPU, where it only doubles the time, else m's."""
     return torch.float64 if m.device.type == "cpu" else m.dtype
 
 

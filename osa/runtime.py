@@ -61,7 +61,7 @@ def known(size: int) -> int:
 
 
 def has_values(x: Tensor) -> bool:
-    """False for a fake tensor, which has a shape, a type and a device, but no values."""
+    """False for a fake tensor, which has a shape, a dtype and a device, but no values."""
     return not is_fake(x)
 
 
@@ -101,14 +101,14 @@ def autograd_in_an_operator() -> AbstractContextManager:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Switches autocast off for the device, so that operators run in the types of their inputs."""
+    """Switches autocast off for the device, so that operators run in the dtypes of their inputs."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # "meta" has no autocast
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def in_own_types(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorates a backward pass, which then runs `without_autocast`, because its operators need operands of one type."""
+    """Decorates a backward pass, which then runs `without_autocast`, because its operators need operands of one dtype."""
 
     @wraps(backward)
     def plain(ctx, grad: Tensor, *others: Tensor) -> tuple:

@@ -198,7 +198,7 @@ class VisionTransformer(nn.Module):
         return x[:, 0] if pre_logits else self.head(x[:, 0])
 
     def reset_classifier(self, num_classes: int) -> None:
-        """Replaces the head by a new one with Xavier weights, or removes it for 0 classes. Device and type are kept."""
+        """Gives the model a new head with Xavier weights, or none for 0 classes. The device and the dtype stay the same."""
         token = self.cls_token  # adapters may replace layers, but not this parameter
         self.head = nn.Identity()
         if num_classes:

@@ -55,8 +55,8 @@ def givens(x: Tensor, base: Tensor | None = None) -> Tensor:
 class _Givens(torch.autograd.Function):
     """`givens` as an autograd function of the angles, (b, n(n − 1)/2). `forward` builds W by rotating the rows of Wᵀ.
 
-    For every pair i + j = t, i < j, step t replaces the rows r_i and r_j by cos θ r_i − sin θ r_j and sin θ r_i + cos θ r_j,
-    with θ = −X_ji. It changes only rows max(0, t − n + 1) to min(t, n − 1). Flipping their order swaps each r_i and r_j.
+    For all i < j with i + j = t, step t replaces row r_i with cos θ r_i − sin θ r_j, and row r_j with sin θ r_i + cos θ r_j,
+    where θ = −X_ji. To swap r_i and r_j for all these i and j, the code flips rows max(0, t − n + 1) to min(t, n − 1).
     """
 
     @staticmethod
@@ -108,7 +108,7 @@ def cayley(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Cayley(torch.autograd.Function):
-    """`cayley` as 2RB − B with R = (I − A/2)⁻¹. Its differential R dA RB needs only matrix products."""
+    """Computes `cayley` in the form 2RB − B with R = (I − A/2)⁻¹. Its differential R dA RB needs only matrix products."""
 
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Householder(torch.autograd.Function):
-    """`householder` as V T⁻¹ VᵀB − B. With M = T⁻¹VᵀB and N = V T⁻¹, its differential in V is dV M + N dVᵀB − N dT M."""
+    """V T⁻¹ VᵀB − B with T = `_upper(VᵀV)`. With M = T⁻¹VᵀB, N = V T⁻¹, its differential in V is dV M + N dVᵀB − N dT M."""
 
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def is_orthonormal(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def orthonormal_(weight: Tensor) -> Tensor:
-    """Replaces W by the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ, unless W is orthonormal already.
+    """Replaces W with the nearest orthonormal matrix, the polar factor UVᵀ of W = UΣVᵀ, unless W is orthonormal already.
 
     Example:
         >>> is_orthonormal(orthonormal_(torch.randn(16, 64)))
@@ -314,7 +314,7 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Returns a tuple for each group, with a view of each weight: (num_heads, d_v, d) if `per_head`, else (1, d, d)."""
+        """Returns a tuple of views per group of projections, each (num_heads, d_v, d), or (1, d, d) if not `per_head`."""
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
     def _rows(self, attention: nn.Module, part: str) -> Tensor:
@@ -381,7 +381,7 @@ def constrained_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 
 class StiefelConstraint:
-    """Keeps the weights of a constraint orthonormal under any optimiser. Call `constrain_` first.
+    """Keeps the constrained weights of a model orthonormal under any optimiser. Call `constrain_` first.
 
     Example:
         >>> model = osa.create_model("osa_exact")
@@ -396,12 +396,12 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Returns one tuple per group: its `Views` in each block. Makes new views, as the model may have changed device."""
+        """Returns a tuple per group of projections: its `Views` in each block. Makes new views, as devices can change."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 
     def weights(self) -> list[Tensor]:
-        """Returns a copy of the weights of each group, (depth, count, rows, d)."""
+        """Returns a copy of the stacked weights of each group of projections, (depth, count, rows, d)."""
         return [torch.stack([torch.cat(views, dim=-2) for views in group]) for group in self._groups()]
 
     @contextmanager

@@ -46,7 +46,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     if depth < 1:
         raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
-    limit = math.pi / (math.pi - 1)  # E[φ'²] of a ReLU, which GELU tends to as a → ∞
+    limit = math.pi / (math.pi - 1)  # E[φ'²] of a ReLU with E[φ] = 0 and E[φ²] = 1, the limit of GELUs as a → ∞
     if not 1 < target < limit:
         raise ValueError(
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope above 1 but closer "

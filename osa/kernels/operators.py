@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given `grad`, the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns NaN for matrices whose output lost precision, else a number. Returns None if the backend cannot tell."""
+        """Returns NaN for matrices whose output lost precision, else any number. Returns None if the backend cannot tell."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """True if no trace and no transform except `but` is active. While compiling, True if no transform at all is active."""
+    """True outside traces and transforms. Allows torch.compile or, without it, the transforms in `but`."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 

@@ -25,7 +25,7 @@ BACKWARD = {"GRAM_ROWS": 32, "ROWS": 64, "GRAM_STAGES": 5, "STAGES": 1} | WARPS
 # multiprocessor to itself
 GRAM, MIX = {"GRAM_ROWS": 32, "GRAM_STAGES": 8} | WARPS, WARPS | {"num_warps": 8}
 APPLY, APPLY_BACKWARD = {"ROWS": 64, "STAGES": 4} | WARPS, {"ROWS": 64, "STAGES": 3} | WARPS
-# Launch options of stepped.py. A program uses up to 115 kB of shared memory with one product per term, and 156 kB with three
+# Launch options of stepped.py. Shared memory per program: up to 115 kB with one product per Taylor term, 156 kB with three
 STEPPED = {"ROWS": 64, "GRAM_ROWS": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
 ONE_PRODUCT, THREE_PRODUCTS = STEPPED | {"STAGES": 5, "SPLIT": False}, STEPPED | {"STAGES": 2, "SPLIT": True}
 
@@ -94,8 +94,8 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Heads stay whole if they keep more than a quarter of the multiprocessors busy. Half of an H100's multiprocessors read
-    memory about as fast as all of them, so dividing these heads would make reading at most about twice as fast.
+    Heads stay whole if they keep more than a quarter of the multiprocessors busy. On an H100, half of the multiprocessors
+    read memory at nearly full speed, so a quarter reads at about half speed. Dividing heads would at most double the speed.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program
@@ -117,7 +117,7 @@ def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
-    """Launches a kernel of stepped.py twice, first with one product per term, and then with three."""
+    """Launches a kernel of stepped.py twice: first with one product per Taylor term, then with three."""
     for options, share in ((ONE_PRODUCT, 2), (THREE_PRODUCTS, 1)):
         size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)
@@ -135,7 +135,7 @@ def _scratch(count: int, size: int, share: int, dtype: torch.dtype, device: torc
 
 
 def _with_equal_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copies the tensors if necessary: strides must be equal, 1 in the last dimension, and align rows to 16 bytes."""
+    """Copies the tensors unless all have the same strides, the last stride is 1, and all rows are aligned to 16 bytes."""
 
     def is_aligned(x: Tensor) -> bool:
         is_near = x.shape[-2] * x.stride(-2) < MAX_ENTRIES

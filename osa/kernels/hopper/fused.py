@@ -15,7 +15,7 @@ import triton.language as tl
 
 from osa.kernels.tiles import high_low
 
-D = tl.constexpr(64)  # number of columns of query, key and value in registers
+D = tl.constexpr(64)  # query, key and value are each padded to this number of columns in registers
 COLUMNS = tl.constexpr(128)  # number of columns of M
 ENTRIES = tl.constexpr(8192)  # number of entries of a term, (D, COLUMNS)
 MAX_TERMS = tl.constexpr(11)  # maximum number of terms, which suffices if ‖Z‖₂ is at most about `stepped.RADIUS`
@@ -26,9 +26,9 @@ SCRATCH = tl.constexpr(23 * 8192)
 TERM_TOLERANCE = tl.constexpr(2.0**-6)  # the sum ends at a term that changes the output by at most this fraction
 # The `state` of a head names the kernel that computes it:
 #   FUSED        a kernel of this file, or of parts.py
-#   STEPS        a kernel of stepped.py with one product per term
-#   SPLIT_STEPS  a kernel of stepped.py with three products per term
-#   NaN          the same kernel as SPLIT_STEPS, which returns NaN because no digit would be correct
+#   STEPS        a kernel of stepped.py that computes each term with one product
+#   SPLIT_STEPS  a kernel of stepped.py that computes each term with three products
+#   NaN          the kernel of SPLIT_STEPS. It writes NaN for this head, because no digit would be correct
 FUSED, STEPS, SPLIT_STEPS = tl.constexpr(1.0), tl.constexpr(0.0), tl.constexpr(-1.0)
 
 

@@ -36,8 +36,8 @@ from osa.kernels.hopper.fused import (
 from osa.kernels.tiles import high_low
 
 RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, so that no term of a step is much larger than the first term
-MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum number of steps with SPLIT: for a larger ‖Z‖₂ than 2¹⁴, no digit is correct
+MAX_STEPS = tl.constexpr(8)  # maximum number of steps if each term takes one product
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum with SPLIT. Only ‖Z‖₂ > 2¹⁴ needs more steps, and then no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
 # A term takes one product, not three, only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this. Independent tokens give 8 to 11
 MAX_NONNORMALITY = tl.constexpr(16.0)
@@ -141,10 +141,10 @@ def gram_norm(b_qq, b_qk, b_kk):
 
 @triton.jit
 def balance(b_qq, b_qk, b_kk):
-    """Returns γ for the columns of Q and of K, and σ. Column j of M R is σ_j (m_j − γ_j m_p), where M = [Q, K].
+    """Returns γ for the columns of Q, γ for the columns of K, and σ for the columns of Q. They define R.
 
-    A column of Q and the same column of K are a pair (j, p). The longer of the two has γ = 0. σ_j is a power of two,
-    and σ_p = 1/σ_j.
+    Column m_j of M = [Q, K] is paired with m_p, the same column of the other half. Column j of M R is σ_j (m_j − γ_j m_p).
+    The longer column of a pair has γ = 0. σ_j is a power of two, and σ_p = 1/σ_j.
     """
     is_diagonal = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]
     b_q2, b_k2 = tl.sum(tl.where(is_diagonal, b_qq, 0.0), 0), tl.sum(tl.where(is_diagonal, b_kk, 0.0), 0)
@@ -181,7 +181,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ, Zᵀ. Returns ‖Z‖_F, and whether MAX_CANCELLATION and whether MAX_IMBALANCE (if SPLIT) is exceeded."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F and two flags: exceeds MAX_CANCELLATION; exceeds MAX_IMBALANCE (if SPLIT)."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -302,8 +302,8 @@ def stepped_forward_kernel(
 ):  # fmt: skip
     """Computes the output of heads with state STEPS or, if SPLIT, of heads with state SPLIT_STEPS.
 
-    Without SPLIT, a head that needs three products per term gets the state SPLIT_STEPS. With SPLIT, a head whose imbalance
-    is too large gets the state NaN.
+    Without SPLIT, a head that needs three products per term gets the state SPLIT_STEPS. With SPLIT, a head that exceeds
+    MAX_IMBALANCE gets the state NaN.
     """
     p_scratch = scratch + tl.program_id(0).to(tl.int64) * SCRATCH
     for i_head in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -484,7 +484,7 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                # The stored sums are added after the loop. If the loop started from them, its products would run one by one.
+                # The stored sums are added after the loop. If the loop started from them, its products could not overlap.
                 if i_turn > 0:
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)

@@ -24,9 +24,9 @@ MIN_ROWS = 256  # minimum number of rows of a part of a sequence
 MIN_SHARE = 2.0**-46  # minimum of ‖q‖² and of ‖k‖² as a share of ‖q‖² + ‖k‖², for a pair of columns q and k
 MIN_SHARE_LEFT = 2.0**-5  # minimum of ‖q − γ k‖² / ‖q‖² (γ k: projection of q on k): below it, float32 loses over 5 bits
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
-# 100 eps ‖S‖₂. With a maximum of 16, errors would grow with ‖S‖₂²
+# 100 eps ‖S‖₂. With MAX_ROUNDING = 16, errors would grow with ‖S‖₂²
 MAX_ROUNDING = 8.0
-MATRICES = 128  # number of matrices in one call of autograd; each takes 2 MB at a width of 64
+MATRICES = 128  # number of matrices per autograd call. At a width of 64, autograd stores 2 MB per matrix
 Mixing = Callable[..., Tensor]  # `_mixed` with the method and its options filled in
 
 
@@ -163,7 +163,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Tensor) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    Unless γ (`shear`) is empty, the kernel multiplies columns m_i − γ_i m_j, and skips matrices whose `is_lost` is 0.
+    If γ (`shear`) is not empty, the kernel shears M first, and computes only the matrices that `_shear` flags (`is_lost`).
     """
     query, key, value, _ = inputs
     is_sheared = shear.numel() > 0
@@ -199,7 +199,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 def _sigma(gram: Tensor) -> Tensor:
     """Returns σ, (matrices, 2d, 1): the powers of two (s and 1/s) that make the columns of a pair about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
-    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # minimum squared norm, which bounds σ if a sheared column is 0
+    least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # keeps σ finite if shearing leaves a column of zeros
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
     exponent = (0.25 * (of_key - of_query) + 0.5).floor()
     return torch.cat([exponent, -exponent], -1).exp2()[..., None]
@@ -264,7 +264,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `apply_backward_kernel`. Tiles have fewer rows than in `apply_kernel` if registers would run out."""
+    """Launch options of `apply_backward_kernel`: those of `apply_kernel`, but fewer rows where registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)

@@ -23,8 +23,8 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    If SHEARED, the products are those of the columns that `sheared` returns. Matrices whose `is_lost` is 0 are skipped,
-    because their G from the first launch is accurate enough.
+    If SHEARED, the kernel multiplies the columns that `sheared` returns. It computes only matrices whose `is_lost` is 1.
+    For the others, backend.py shears the products of the first launch, which is accurate enough.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

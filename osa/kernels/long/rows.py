@@ -44,7 +44,7 @@ def balanced(q, k, saved, o_rows, o_columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def times(b_sums, q, k, saved, a, o_rows, o_columns, WIDTH: tl.constexpr, TENSOR_CORES: tl.constexpr, TILE: tl.constexpr):
-    """sums + M A, for rows of M and columns of A."""
+    """Returns sums + M A for the rows `o_rows` of the balanced M and the columns `o_columns` of A."""
     LEFT_COLUMNS: tl.constexpr = TILE[1]
     for start in range(0, WIDTH, LEFT_COLUMNS):
         o_inner = start + tl.arange(0, LEFT_COLUMNS)

@@ -103,7 +103,7 @@ def _gram_schmidt(basis, m, ALL_ROWS: tl.constexpr):
     2005). A column counts as dependent if its remainder is as small as its rounding error.
     """
     o_rows, o_columns = tl.arange(0, ALL_ROWS), tl.arange(0, MAX_ROWS)
-    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d): M at first; step i overwrites column i with one of B
+    b_basis = load(m, o_rows, o_columns)  # (ALL_ROWS, 2d): M at first. Step i replaces column i of M with column i of B
     for i_column in range(m[4]):
         b_column = tl.sum(tl.where(o_columns[None, :] == i_column, b_basis, 0.0), axis=1)  # (ALL_ROWS,)
         largest = tl.max(tl.abs(b_column), axis=0)
@@ -191,7 +191,7 @@ def _mix_backward(
     a1, a2, a3, a4, grad_scale, left, v, e, g, scale, epsilon, scratch,
     METHOD: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Computes X and F, and stores the gradient of c, and A₁ to A₄, which give the other gradients."""
+    """Stores the gradient of c and the matrices A₁ to A₄, from which `backward_kernel` computes the other gradients."""
     x, scratch = matrix(scratch, g[3], v[4])
     f, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)

@@ -63,7 +63,7 @@ def combine(alpha, a, beta, b):
 
 @triton.jit
 def as_square(a):
-    """All four blocks of a symmetric matrix."""
+    """Returns all four blocks of a symmetric matrix, given A₁₁, A₁₂ and A₂₂."""
     return a[0], a[1], tl.trans(a[1]), a[2]
 
 

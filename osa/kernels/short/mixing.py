@@ -1,9 +1,9 @@
 """Within one Triton program, computes the factor T in exp(S) V = V + L T, and the matrices A₁ to A₄ for the gradients.
 
-In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. Then
+In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. For "exact", attention.py has balanced M. Then
 
     method           L              T
-    "exact"          M, balanced    c φ₁(c J G) J X
+    "exact"          M              c φ₁(c J G) J X
     "newton_schulz"  M              c φ₁(c Π J G) Π J Π X,    Π = G_K after K iterations from G_0 = G / (‖M‖_F + ε)²
     "qr"             B              φ₁([S]) [S] X,            [S] = c G J Gᵀ
 
@@ -33,7 +33,7 @@ from osa.kernels.tiles import (
     transpose,
 )
 
-IMBALANCE = tl.constexpr(128.0)  # maximum imbalance for which "exact" is accurate, as in osa/linalg.py
+IMBALANCE = tl.constexpr(128.0)  # maximum `osa.linalg.imbalance` of Z for which "exact" is accurate
 
 
 @triton.jit
@@ -181,7 +181,7 @@ def mixing_gradients(a1, a2, a3, a4, g, x, f, scale, epsilon, scratch, METHOD, I
         g_j, scratch = matrix(scratch, size, size)
         _skew(z, g, scale, g_j)
         copy(h, f, 1.0)
-        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # stores U, Ū, and the gradient of [S] through φ₁([S])
+        phi1_gradients(y, grad_y, grad_z, z, x, h, scratch)  # stores U, Ū, and the gradient of ⟨F, U⟩ with respect to [S]
         multiply(h, z, y, 1.0, x, 1.0)  # Bᵀ exp(S) V
         times_j(g_j, g, 1.0)
         multiply(a1, transpose(g), h, 1.0, None, 0.0)

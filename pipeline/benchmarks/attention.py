@@ -43,7 +43,7 @@ MOST_SECONDS = 2.0  # a call that is predicted to take longer is left out
 MOST_MATRIX_BYTES = 2**30  # maximum size of an N×N matrix
 MOST_TOKENS_DENSE = 512  # for more tokens, `matrix_exp` and its gradient take seconds on the CPU
 MOST_TOKENS_ERROR = 512  # maximum number of tokens for which we form A, to measure ‖AᵀA − I‖₂
-ALLOWANCE = 1.5  # a call may reach this multiple of the measured peak, since the clock rate varies
+ALLOWANCE = 1.5  # a call's FLOP/s may reach this multiple of the measured peak, since the clock rate varies
 SDPA_BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -66,7 +66,7 @@ class Route:
 
 
 def check_peak(row: dict, peak: float) -> None:
-    """Raises UserError if a row is faster than `ALLOWANCE` × peak: its time or operation count must then be wrong."""
+    """Raises UserError if a row's FLOP/s exceed `ALLOWANCE` × `peak`: its time or operation count must then be wrong."""
     if row["tflops"] > (limit := ALLOWANCE * peak / 1e12):
         what = f"{row['method']} ({row['pass']}) at N = {row['tokens']}, d_v = {row['width']}"
         raise UserError(

@@ -161,7 +161,7 @@ def attention_backward(query: list[int], key: list[int], value: list[int]) -> in
     return math.prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
 
-PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products, which the profiler sees with their shapes
+PRODUCTS: dict[str, Callable[[Shapes], int]] = {  # matrix products that the profiler sees
     **dict.fromkeys(("aten::mm", "aten::bmm"), lambda shapes: product(*shapes[:2])),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::baddbmm_"), lambda shapes: product(*shapes[1:3])),
 }

@@ -91,7 +91,7 @@ def measured(name: str) -> list[Path]:
 
 
 def with_best(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns the table with only the fastest of torch's softmax backends at each point, under the method name `BEST`."""
+    """Replaces torch's softmax backends with `BEST`, the fastest of them for each width, pass and number of tokens."""
     softmax = table["method"].str.startswith(SDPA)
     fastest = table[softmax].sort_values("seconds").groupby(["width", "pass", "tokens"], as_index=False).first()
     return pd.concat([table[~softmax], fastest.assign(method=BEST)], ignore_index=True)

@@ -36,11 +36,11 @@ TRAINING_TOKENS = 6400  # 128 images of 50 tokens
 SEED = 0
 SMALLEST = 16  # n of the smallest layer
 TOKENS = (1, 128, TRAINING_TOKENS)
-STD = 0.01  # standard deviation of the parameters, as in the blog post
+STD = 0.01  # standard deviation of the parameters, as in the blog post that post.py implements
 SAMPLE_SECONDS = 0.02  # minimum duration of a sample; a shorter call is repeated
 MOST_SECONDS = 1.5  # a call that is predicted to take longer is left out
-POWER = 2.5  # for predictions, time grows as n^POWER, a compromise between n² (many tokens) and n³ (few tokens)
-LARGEST_GIVENS = 128  # maximum n for the blog post's Givens rotations, since autograd stores n(n − 1)/2 results
+POWER = 2.5  # we predict that time grows as n^POWER, a compromise between n² (many tokens) and n³ (few tokens)
+LARGEST_GIVENS = 128  # maximum n for `post.givens`, since autograd stores the results of n(n − 1)/2 rotations
 TORCH_MAPS = {"exponential": "matrix_exp", "cayley": "cayley", "householder": "householder"}
 KEYS = ["map", "code", "n", "tokens", "pass"]  # columns that identify a row
 

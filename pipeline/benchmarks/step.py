@@ -197,7 +197,7 @@ def ratios(table: pd.DataFrame, settings: Params) -> dict:
 
     over_vit                    time of each of our OSA models, divided by the time of our ViT
     straightforward_over_ours   time of straightforward code, divided by our code's time, for each model and group of models
-    eager_over_ours             time of our step run eagerly, divided by its time as a CUDA graph; only where we use graphs
+    eager_over_ours             time of our step without a CUDA graph, divided by its time with one; only where we use graphs
     """
     paper, result = list(params.load_paper().table_2), {}
     orthogonal = [name for name, variant in settings.variants.items() if variant.attention == "orthogonal"]

@@ -39,7 +39,7 @@ PAGES = {"paper": "report", "research": "research", "demonstration": "report"}
 ON_RESEARCH = ("ablations", "harder_data", "optimisers")  # studies in studies/paper that the page `research` shows
 # Page → studies that belong to another page, but whose numbers this page quotes
 QUOTED = {"paper": ("ablations", "harder_data")}
-NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # have a subfolder for each page
+NUMBERS, FIGURES = OUTPUTS / "numbers", OUTPUTS / "figures"  # both folders have a subfolder for each page
 NARROW_FIGURES = FIGURES / "narrow"  # for phones
 TABLE_2_TABLES = ("paper_outputs/tables/runs.csv", "paper_outputs/tables/histories.csv")
 STAGES = ("paper", "research")  # pages that are stages of dvc.yaml
@@ -222,7 +222,7 @@ def curves(lab: Lab) -> dict[str, dict[str, list]]:
 
 
 def table_sources(of_page: str, *owners: str) -> Markup:
-    """Returns a line that links to the numbers in a section's tables, and to the code of the studies."""
+    """Returns a line of links: to the numbers of each study in `owners`, and to the folder of the first study's code."""
     links = []
     for owner in owners:
         name = re.sub(r"(\d)_(\d)", r"\1.\2", owner).replace("_", " ")  # theorem_2_1 becomes theorem 2.1

@@ -81,7 +81,7 @@ def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """Formats an interval: 96.1 to 97.5. If only one end is missing, it is infinite: our JSON has null for ±∞."""
+    """Formats an interval: 96.1 to 97.5. One null end means ±∞, which JSON lacks. If both ends are null, returns a dash."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT
@@ -99,13 +99,13 @@ def words(count: int) -> str:
 
 
 def span(counts: Iterable[int]) -> str:
-    """Formats the range of `counts` in words, such as "one to three", or "three" if all are equal."""
+    """Formats the range of `counts` in words: "one to three", or "three" if all are equal."""
     least_first = sorted(counts)
     return " to ".join(dict.fromkeys(map(words, least_first[:1] + least_first[-1:])))
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Lists whole numbers, with ranges for consecutive numbers, such as "0 to 4 and 7"."""
+    """Lists whole numbers, with ranges for consecutive numbers: "0 to 4 and 7"."""
     groups: list[list[int]] = []
     for value in sorted(numbers):
         if groups and value == groups[-1][-1] + 1:
@@ -116,6 +116,6 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def listing(items: Iterable[str]) -> str:
-    """Joins items, such as "a, b and c"."""
+    """Joins items with commas and a final "and": "a, b and c"."""
     *others, last = list(items)
     return f"{', '.join(others)} and {last}" if others else last

@@ -95,7 +95,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
     """Renders a page's Markdown as HTML. Also returns the page's sections, each as (anchor, title up to its first colon).
 
     A paragraph that is only an image becomes a figure. `drawings` maps the image's path to inline SVG, and `source` maps the
-    path to the line below the figure.
+    path to the links at the end of the figure's caption.
     """
     tokens, sections = _markdown().parse(TOGETHER.sub("\u00a0", markdown)), []
     for i, token in enumerate(tokens):

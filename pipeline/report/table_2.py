@@ -151,7 +151,7 @@ def cost_of_runs(lab: Lab, records: dict[tuple[str, int], RunRecord]) -> dict[st
 
 
 def compute(records: dict[tuple[str, int], RunRecord]) -> dict[str, dict]:
-    """Counts runs and hours, and lists the variants trained on each machine, for Table 2 and each study that trains."""
+    """Counts runs and hours, and lists the variants trained on each machine, for Table 2 and each study with runs."""
     trained = {"table_2": [(variant, record) for (variant, _), record in records.items()]}
     trained |= {name: [(run.variant, record) for run, record in recorded(name)] for name in studies.names()}
     summary = {}

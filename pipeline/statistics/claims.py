@@ -283,7 +283,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """Claims that first / second < `at_most_factor` for the two models' last values, in each of watched.csv's `columns`."""
+    """Claims, for each of `columns` in watched.csv, that the first model's last value < `at_most_factor` × the second's."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -357,9 +357,9 @@ def starts(curve: pd.DataFrame, guess_loss: float = GUESS_LOSS) -> bool:
 
 
 def target_loss(curves: Iterable[pd.DataFrame], of_training: float) -> float:
-    """Returns the lowest train loss in the first part of training, as a geometric mean over runs. Without runs, it is NaN.
+    """Returns the geometric mean, over runs, of each run's lowest train loss in the first part of training.
 
-    The first part is the fraction `of_training` of the epochs.
+    The first part is the fraction `of_training` of the epochs. Without runs, the mean is NaN.
     """
     lowest = []
     for curve in curves:

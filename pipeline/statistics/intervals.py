@@ -103,9 +103,9 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
     """Estimates a contrast of mean accuracies, with a standard error that holds for new runs and new images.
 
-    All models see the same images, so the contrasts on single images, averaged over runs, enter Welch's estimate as one more
-    sample. The variance over images and each variance over runs include the interaction of run and image. A bootstrap over
-    runs and images sums the same variances, but with five runs it underestimates the variance over runs by a fifth.
+    All models see the same images, so Welch's estimate gets another sample: one contrast per image, averaged over runs. The
+    variance over images and each variance over runs include the interaction of run and image. A bootstrap over runs and
+    images sums the same variances, but with five runs it underestimates the variance over runs by a fifth.
 
     Args:
         samples: an array (runs ≥ 2, images) for each model: 1 if the run classifies the image correctly, else 0.

@@ -77,7 +77,7 @@ class Verdict:
 
     @property
     def here(self) -> str:
-        """The verdict as reports state it for claims that we added: confirmed, not confirmed, undecided or not trained."""
+        """The verdict's wording in reports, for claims that we added: confirmed, not confirmed, undecided or not trained."""
         return {REPRODUCED: "confirmed", CONTRADICTED: "not confirmed", NOT_TRAINED: NOT_TRAINED}.get(self.word, "undecided")
 
 
@@ -206,7 +206,7 @@ def critical_rank(n: int, m: int, level: float = LEVEL) -> int:
 def power_of_ranks(distance: float, spreads: tuple[float, float], n: int, m: int, level: float = LEVEL) -> float:
     """Estimates the power of the test in `judge` by simulation, for samples of n and m normally distributed values.
 
-    `spreads` are their standard deviations. The true difference lies `distance` from the limit, on the claim's side.
+    `spreads` are their standard deviations. For the claim first − second > limit, the true difference is limit + `distance`.
     """
     rng = np.random.default_rng(0)
     first = distance + spreads[0] * rng.standard_normal((SIMULATED, n, 1))

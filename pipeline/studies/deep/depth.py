@@ -1,4 +1,4 @@
-"""Depth: which models train at which depths without skips and LN, and why do the others fail?
+"""Depth: which models train at which depths without skips or LN, and why do the others fail?
 
 We repeat the experiments of Section 4 of He et al. 2023 and add OSA. He et al. train language models of width 1,024 on
 WikiText-103; we train ViTs of width 64 on MNIST. All models of one depth train for the same number of epochs, at learning

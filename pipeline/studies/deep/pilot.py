@@ -1,4 +1,4 @@
-"""A pilot study of deep models. About a hundred steps on few images show which settings fail, before we train for hours.
+"""A pilot study of deep models. About a hundred steps on small batches show which settings fail, before we train for hours.
 
 The layers of an MLP are drawn independently, or together as an isometry. We vary learning rate, warm-up, clipping and α.
 """

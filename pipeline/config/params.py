@@ -286,7 +286,7 @@ class Shared(Section):
         return self
 
     def check_images(self) -> None:
-        """Raises ValueError if the model has too few classes for the images. The user's images must be fetched first."""
+        """Raises ValueError if the model has too few classes, or UserError if the user's images are not fetched yet."""
         num_classes, source = self.data.images.num_classes, self.data.source
         if self.model.num_classes < num_classes:
             raise ValueError(
@@ -377,7 +377,7 @@ def load(path: str | Path = "params.yaml") -> Params:
     written = read_yaml(path)
     params = validate(Params, with_library(written), str(path))
     for name in params.run.variants:
-        if name not in written["variants"]:  # the variant's DVC stages depend on its entry in params.yaml
+        if name not in written["variants"]:  # DVC reads variants from params.yaml, not from osa.MODELS
             block = ", ".join(f"{key}: {json.dumps(value)}" for key, value in MODELS[name].items())
             raise UserError(f"{path}: run.variants names {name!r}; write its block under variants: {name}: {{{block}}}.")
     for name in written["variants"]:  # models of osa.MODELS that params.yaml does not list are checked when used
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Combines a model of osa.MODELS, an interpretation of the paper and the images set in params.yaml into a configuration.
+    """Returns the configuration that combines a model of osa.MODELS, a reading of the paper, and the images of params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

@@ -76,7 +76,7 @@ def find_runs(params: Params) -> list[dict]:
 
 
 def evaluated_row(run: Run) -> dict:
-    """Returns a run's variant, seed, status (finished, diverged or missing), and metrics and evaluation if they exist."""
+    """Returns a run's variant, seed, status (finished, diverged or missing) and, if not missing, metrics and evaluation."""
     identity = {"variant": run.variant, "seed": run.seed}
     record = run.record()
     if record is None or not run.evaluated.exists():

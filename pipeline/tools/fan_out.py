@@ -180,7 +180,7 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
 
 
 def outcome(run: Run) -> str:
-    """Returns the accuracy of a run of Table 2. A study's accuracies stay unseen until its page judges all of its runs."""
+    """Returns the accuracy of a run of Table 2. Hides a study's accuracies: some studies show none until all runs end."""
     if run.study != TABLE_2:
         return "trained"
     metrics = run.metrics()

@@ -12,8 +12,8 @@ from pipeline.core.files import is_alive
 FAN_OUT, TRY, DVC = Path(".checkpoints/fan_out.lock"), Path(".checkpoints/try.lock"), Path(".dvc/tmp/lock")
 WRITERS = {"check", "fetch", "train", "evaluate", "tables", "study", "report", "fan_out", "try", "tries"}
 RWLOCK = Path(".dvc/tmp/rwlock")  # DVC's list of the paths that its processes read and write
-DAMAGED = f"{RWLOCK} is empty or damaged, probably because a process was killed"  # if `claims` returns None
-REMEDY = f"run `rm {RWLOCK}`"  # if it is damaged
+DAMAGED = f"{RWLOCK} is empty or damaged, probably because a process was killed"  # message if `claims` returns None
+REMEDY = f"run `rm {RWLOCK}`"  # remedy if RWLOCK is damaged
 
 
 def held() -> list[str]:

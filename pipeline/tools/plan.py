@@ -152,7 +152,7 @@ def estimate(stages: list[str], settings: params.Params, estimates: times.Estima
 
 
 def total(trainings: list[Job], estimates: times.Estimates, others: float = 0) -> str:
-    """Formats the estimated time of training runs, one after another, plus `others` seconds for other stages."""
+    """Formats the estimated time of consecutive training runs plus `others` seconds for other stages."""
     known = [seconds for job in trainings if (seconds := estimates.of(*job)) is not None]
     if len(known) < len(trainings):
         return "; time unknown"

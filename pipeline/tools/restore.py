@@ -3,8 +3,8 @@
 It restores params.yaml, every dvc.lock, and all outputs of DVC stages and training runs from the last commit. Your versions
 of these files, and runs that are not committed, move to .restored/DATE/. Code, documents and other files stay unchanged.
 
-First, git resets its index and writes the committed files to .restored/DATE.incoming/. From then on, files only move. If a
-step fails, all steps are undone. If restore is killed, files are in place or in .restored/DATE/. Then run restore again.
+First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then files only move. If a step
+fails, all steps are undone. If restore is killed, run it again: your files are at their usual paths or in .restored/DATE/.
 """
 
 import errno
@@ -158,7 +158,7 @@ def tell_of_interrupted() -> None:
 def refuse_hidden(outputs: list[str]) -> None:
     """Raises UserError if flags in git's index keep `changed_paths` from seeing changed outputs.
 
-    A sparse checkout sets one of these flags, skip-worktree, on absent files, which are allowed.
+    The flag skip-worktree is allowed on absent files, because a sparse checkout sets it on them.
     """
     hidden: dict[str, list[str]] = {"skip-worktree": [], "assume-unchanged": []}
     for entry in filter(None, git.run("ls-files", "-v", "-z").split("\0")):

@@ -36,7 +36,7 @@ def main() -> None:
         config = params.resolve_recipe(settings, params.load_paper(), arguments.variant, overrides, reading)
     run = Run(arguments.variant, arguments.seed, study, overrides)
 
-    # These modules import torch, which is slow: a mistake in the settings has been reported by now.
+    # These modules import torch, which is slow, so they are imported only after the settings have been checked.
     from pipeline.training.loop import configure_torch
     from pipeline.training.recorder import train
 

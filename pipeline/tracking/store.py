@@ -45,7 +45,7 @@ def root() -> Path:
 def address() -> str:
     """Returns MLFLOW_TRACKING_URI if set, else the address of the SQLite database at the repository root."""
     path = root() / "mlflow.db"
-    # ?, # and % cannot be escaped in an SQLite URL. A relative path omits parent folders, whose names may contain them.
+    # An SQLite URL cannot escape ?, # or %. A relative path omits parent folders, whose names may contain these characters.
     quoted = os.path.relpath(path) if set("?#%") & set(str(path)) else path.as_posix()
     return os.environ.get(URI_VARIABLE) or f"sqlite:///{quoted}"
 
@@ -64,7 +64,7 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """Unless the store is a server, removes MLflow's variables except KEPT_SETTINGS. Sets the defaults in ENVIRONMENT."""
+    """Unless the store is a server, removes MLflow's variables except KEPT_SETTINGS. Always sets ENVIRONMENT's defaults."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):

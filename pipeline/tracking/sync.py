@@ -1,7 +1,7 @@
 """Brings MLflow up to date with the files of runs. Each configuration becomes a parent run, with a child run for each seed.
 
-A family is all runs with the same study and name, such as table_2/osa_qr. A sync first looks up a family's runs in MLflow.
-Several processes can therefore sync, and a sync can be repeated after an interruption, without duplicate runs.
+A family is all runs with the same study and name, such as table_2/osa_qr. A sync takes a lock, and looks up a family's
+runs in MLflow before it creates new ones. Concurrent syncs, or a sync after an interruption, thus create no duplicate runs.
 """
 
 import math
@@ -187,7 +187,7 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # A user may delete tags, and an import restores them only from the run's files. Skips runs that still lack tags.
+            # Skip runs without these tags. If a user deletes tags, an import restores them only if the run's files exist.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -221,7 +221,7 @@ class Family:
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
         """Returns the values of the tag `configuration` that match params.yaml, one for each data set that the runs use.
 
-        The set is empty if the runs have only one configuration, are not in Table 2, or have a variant not in params.yaml.
+        Returns set() unless the runs belong to Table 2, have several configurations, and use a variant of params.yaml.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None

@@ -66,7 +66,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     seen = None
     while server is None or server.poll() is None:
         points = [(training.path, _age(training.path)) for training in trainings.find()]
-        # The first item changes every LOST_SECONDS. The sync that follows notices killed runs, which write no new records.
+        # The first item changes every LOST_SECONDS, so that a sync detects killed runs, although they write no new records.
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
             try:

@@ -146,7 +146,7 @@ class Recorder(Observer):
         row = self.training.progress.history[-1]
         if self.watch and not self.training.progress.diverged:
             for seen in self.watch(self.training):
-                # A checkpoint holds the rows, and torch.load with weights_only refuses NumPy scalars.
+                # Checkpoints store these values, and torch.load with weights_only refuses NumPy scalars.
                 own = {name: value.item() if isinstance(value, np.generic) else value for name, value in seen.items()}
                 self.times.watched.append({"epoch": row["epoch"]} | own)
         self._spent_on("evaluation")

@@ -1,7 +1,7 @@
 """How fast is OSA on several machines? The scripts in pipeline/benchmarks timed OSA, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-Only timings of the paper's literal formulas test this, since our method "qr" never differentiates a decomposition.
+Only timings of the paper's formulas, taken literally, test this, since our method "qr" never differentiates a decomposition.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns the time of Newton–Schulz divided by the time of QR, for the paper's literal formulas and for our methods."""
+    """Returns Newton–Schulz's time divided by QR's, for the paper's formulas taken literally and for our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     is_paper_head = (table["tokens"] == 50) & (table["width"] == 16)
     own = table[is_paper_head & (table["pass"] == "forward and backward")]
@@ -53,7 +53,7 @@ def against_softmax(path: Path) -> dict[str, Any]:
 
 
 def on_cpu(path: Path) -> dict[str, Any]:
-    """Returns each OSA model's step time divided by ViT's. The times are for trained weights if the file has such times."""
+    """Returns each OSA model's step time divided by ViT's, for trained weights if the file has them, else initial ones."""
     facts = files.read_json(path)
     weights = TRAINED if TRAINED in facts["ratios"] else next(iter(facts["ratios"]))
     return machine_rows(facts["environment"], facts["ratios"][weights]["over_vit"])

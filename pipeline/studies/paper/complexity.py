@@ -115,7 +115,7 @@ def points(settings: Settings) -> list[tuple[str, int, int]]:
 
 
 def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> dict[tuple[str, str], Call]:
-    """Returns the calls at one size, by part and pass. Skips parts that form N×N matrices if N exceeds their limit."""
+    """Returns {(part, FORWARD or BOTH): call} for one size. Skips parts that form N×N matrices if N is too large."""
     most = dict.fromkeys(("small_dense", "application_dense", "softmax_dense"), settings.most_tokens_matrix)
     most["exponential_dense"] = settings.most_tokens_exponential
     every = parts(Inputs.draw(tokens, width, NORM, device)).items()
@@ -124,7 +124,7 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns a `Call` for each component of Table 1, and for each implementation of the whole attention (OSA and softmax).
+    """Returns a `Call` for each component of Table 1, and for each complete implementation of attention (OSA and softmax).
 
     A component takes the results of earlier components as inputs. A part whose name ends in _dense forms an N×N matrix.
     """
@@ -214,10 +214,10 @@ TOLERANCE = 0.05
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Summarises the costs of Table 1's components, and compares OSA as a whole with torch's fused softmax attention.
+    """Summarises the costs of Table 1's components, and compares OSA with torch's fused softmax attention.
 
     table_1      the maximum of (slope − the paper's exponent) over components
-    linear       the same maximum over the implementations of OSA, each as a whole
+    linear       the same maximum over complete implementations of OSA
     formed       log–log slopes of the operation count against N: for Eq. 7 if S is formed, and for Eq. 6 if A is formed
     crossings    the N above which OSA is faster than softmax, for a forward and backward pass
     """
@@ -242,7 +242,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[str, float]]:
-    """Returns log–log slopes of a part's operations and memory per sweep of `JUDGED`, or NaN if fewer than 3 sizes exist."""
+    """Returns log–log slopes of operations and memory against N in each sweep of `JUDGED`, or NaN for fewer than 3 sizes."""
     own = counts[(counts["part"] == part) & (counts["pass"] == direction)]
     exponents: dict[str, dict[str, float]] = {name: {} for name in QUANTITIES.values()}
     for (quantity, name), sweep in itertools.product(QUANTITIES.items(), JUDGED):
@@ -253,7 +253,7 @@ def slopes(counts: pd.DataFrame, part: str, direction: str) -> dict[str, dict[st
 
 
 def degree(order: str, symbols: str) -> int:
-    """Returns the degree in `symbols` of an order of growth: "N d^2 + d^3" has degree 1 in "N" and degree 3 in "Nd"."""
+    """Returns the degree of `order` in `symbols`: "N d^2 + d^3" has degree 1 in "N", and 3 in "Nd" (N and d together)."""
     terms = [re.findall(r"([Nd])\^?(\d?)", term) for term in order.split(" + ")]
     return max(sum(int(exponent or 1) for symbol, exponent in term if symbol in symbols) for term in terms)
 

@@ -2,7 +2,7 @@
 
 Seeds 10 to 14 of Table 2 leave this claim of Section 5 open. Before the first run of seed 15 we declared that seeds 15 to 25
 alone decide the claim, with the rule and limit of `osa_matches_vit`. We neither pool these seeds with earlier seeds nor add
-later seeds. The page shows no result until all runs have ended.
+later seeds. The report shows no result until all runs have ended.
 """
 
 from typing import Any
@@ -59,9 +59,9 @@ def judge(claim: Accuracy, results: Results) -> Verdict | None:
 def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float], sizes: list[int]) -> dict[str, Any]:
     """Simulates how often the rule gives each verdict.
 
-    `rows` has the rates of "reproduced" and "contradicted" for each true difference in points. `together` has the rate of
-    "reproduced" for two equally accurate models under Holm's correction, in two cases: if no other comparison of the family
-    is significant, and if all other comparisons but one are significant.
+    Returns a dict: `rows` holds the rates of "reproduced" and "contradicted" for each true difference. `together` holds the
+    rate of "reproduced" for two equally accurate models under Holm's correction, in two cases: no other comparison of the
+    family is significant, or all other comparisons but one are significant.
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

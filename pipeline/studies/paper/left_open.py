@@ -9,13 +9,13 @@ from pipeline.statistics.intervals import contrast, summary_of
 from pipeline.studies import Tables, charts, comparison
 from pipeline.studies.lab import Lab
 
-MARGIN = 1.0  # a change of more than this many points would matter to Section 5's comparisons
+MARGIN = 1.0  # a change of more than this many percentage points would matter to Section 5's comparisons
 
 
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the rows of `changes`: by name (`changes`), by key of params.yaml (`tried`), and those that matter (`matter`).
+    """Returns `changes` (name → row), `tried` (key of params.yaml → rows), and `matter` (the rows of choices that matter).
 
-    `topics` counts the details that the paper leaves open, and `choices` counts the choices that have a run.
+    The function `changes` makes the rows. `topics` counts the details left open. `choices` counts the choices with a run.
     """
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}

@@ -2,7 +2,7 @@
 
 For each model and optimiser, short runs search for the learning rate with the lowest train loss. Long runs at this rate
 follow, with other seeds. The better optimiser of a model is the one whose long runs end with the lower mean train loss. We
-wrote the claim of this study (`CLAIM`) before the first run. The page shows nothing until all runs have ended.
+wrote the claim of this study (`CLAIM`) before the first run. The report shows no results until all runs have ended.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Which interpretation of the paper's recipe comes closest to the paper's accuracies?
 
-The paper leaves some details of the recipe open. We fill in these details as common code bases do. For each model, we
-take the difference in log-odds between our mean accuracy over the runs that start to learn and the paper's accuracy. The
-distance of a configuration is the root mean square of these differences. Log-odds weigh a percentage point more near 100 %.
+The paper leaves some details of the recipe open. We fill in these details as common code bases do. For each model, we take
+the difference in log-odds between our mean accuracy over the runs that start to learn and the paper's accuracy. The distance
+of a configuration is the root mean square of these differences. In log-odds, a percentage point counts more near 100 %.
 
 We call a configuration "the recipe" if its distance is below `LIMIT`, and if each of the paper's five accuracies lies in our
 prediction interval for one more run that starts to learn. We fixed this rule before we trained seeds 10 to 14 with

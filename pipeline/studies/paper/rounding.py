@@ -2,7 +2,7 @@
 
 We repeat a run whose train loss, halfway through training, was still near chance level. `train.perturbation`
 changes the initial weights of each repeat by about a millionth. If only some repeats start to learn, a change far smaller
-than any choice in a recipe decides whether a run starts to learn. The page shows nothing until all runs have ended.
+than any choice in a recipe decides whether a run starts to learn. The report shows no results until all runs have ended.
 """
 
 from typing import Any

@@ -41,7 +41,7 @@ MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
 WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # largest range drawn: accuracy difference in points, and ratio of epochs
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # fractions of training after which `epoch_ratios` takes the second model's train loss
+FRACTIONS = np.arange(1, 39) / 40  # `epoch_ratios` uses the second model's lowest train loss up to each fraction of training
 
 
 def results_of(lab: Lab) -> Results:
@@ -134,7 +134,7 @@ def count(verdicts) -> dict[str, int]:
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Compares how soon two models reach a train loss, for the losses of the second model after `FRACTIONS` of training.
+    """Compares how soon two models reach a train loss: the second model's lowest loss up to each of `FRACTIONS` of training.
 
     Returns a row for each loss. `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the
     number of epochs in which the first model reaches the loss, divided by the number for the second model, estimated as in
@@ -152,7 +152,7 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the first `epoch` of `epoch_ratios` from which all ratios are below 1: the first model is ahead.
+    """Returns the `epoch` of `epoch_ratios` from which the first model stays ahead, that is, all ratios are below 1.
 
     Returns None if the last ratio is not below 1, or if there are no ratios.
     """

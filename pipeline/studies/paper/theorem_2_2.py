@@ -96,7 +96,7 @@ def attention_stack(
 ) -> Iterator[Tensor]:
     """Yields X₀ = x, and then X_l = attention(X W^Q_l, X W^K_l, X W_l) for each layer l, with X = X_{l−1}. Each is (N, d).
 
-    If `skip` is true, X is added to each X_l. `weights` has W^Q, W^K and W = W^V W^O of each layer, each (d, d).
+    If `skip` is true, X is added to each X_l. `weights` holds W^Q, W^K and W = W^V W^O of each layer, each (d, d).
     """
     yield x
     for w_query, w_key, w_value in weights:
@@ -125,7 +125,7 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the largest change of an eigenvalue, and mean effective ranks over images before and after softmax layers."""
+    """Returns the largest change of an eigenvalue, and the images' mean effective rank before and after softmax layers."""
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()

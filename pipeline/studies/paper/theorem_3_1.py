@@ -65,7 +65,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
     """Returns a row for each combination of algorithm, S and K. In a model's layer, each image and head has its own rows.
 
-    `m` is (..., N, 2d_v), `condition` has cond(M) in shape (...), and each S of `skews` is (..., N, N). The leading
+    `m` is (..., N, 2d_v), `condition` is cond(M), of shape (...), and each S of `skews` is (..., N, N). The leading
     dimensions are (images, h) for a model's layer, and () for a random M. `counts` holds the values of K, in rising order.
     """
     rows = []
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws against K the error at the ‖S‖₂ nearest to 1, for selected cond(M), and the largest ratio of error to bound."""
+    """Plots the error at the ‖S‖₂ nearest to 1 (selected cond(M)) and the largest ratio error / bound, both against K."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

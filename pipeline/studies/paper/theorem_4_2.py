@@ -59,7 +59,7 @@ def weight_rows(identity: dict, attention: OrthogonalSelfAttention | SoftmaxSelf
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the largest |σ − 1| under Section 4's initialisation in each precision."""
+    """Checks for each dtype that the nonzero singular values of W̃ are initially 1 (Section 4), up to rounding."""
     weights = tables["weights"]
     checks = {}
     for dtype, own in weights[weights["source"] == SECTION_4].groupby("dtype"):

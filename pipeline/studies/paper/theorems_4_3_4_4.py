@@ -29,7 +29,7 @@ SIZE = ["tokens", "embed_dim", "num_heads"]
 ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 # We fit slopes to the points with α up to this value. There, ‖S‖ < 0.05, so the α² term of ‖J₁‖ is below 5 % of the α term.
 FIT_BELOW = 1e-3
-# The fitted α span a factor of 1000. The α² term of ‖J₁‖ adds up to 5 %, so slopes change by up to log(1.05) / log(1000).
+# The fitted α span a factor of 1000. The α² term of ‖J₁‖ adds at most 5 %, so slopes change by up to log(1.05) / log(1000).
 SLOPE_TOLERANCE = 0.01
 MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for initialised layers
 
@@ -142,7 +142,7 @@ def _once(layers: pd.DataFrame) -> pd.DataFrame:
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
     """Draws two panels.
 
-    Left: κ(J) − 1 of one head and its bound, against α. Right: κ of the first head and κ of the whole layer, for each layer.
+    Left: κ(J) − 1 of one head and its bound, against α. Right: κ(J) of the first head and κ(Σᵢ W^Vᵢ W^Oᵢ), for each layer.
     """
     figure, (left, right) = charts.panels(2, 3.2)
     alphas = tables["alphas"]

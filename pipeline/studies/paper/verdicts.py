@@ -1,9 +1,9 @@
 """Error rates and power of the rule in pipeline/statistics/verdicts.py, estimated from simulated experiments.
 
-For the error rates, the true difference of two models equals a claim's limit, so every "reproduced" or "contradicted" is an
-error. For the power, the true accuracies are the accuracies in the paper's Table 2. The value of a run is normally
-distributed, with the standard deviation that claims.yaml declares. Some simulated runs fail: they do not start to
-learn. For the error rates, runs of both models can fail. For the power, only runs of OSA (NS) can fail.
+For the error rates, the true difference between two models (in accuracy or log epochs) equals a claim's limit, so every
+"reproduced" or "contradicted" is an error. For the power, the true accuracies are those in the paper's Table 2. A run's
+accuracy (or log epochs) is normally distributed, with the standard deviation that claims.yaml declares. Some simulated runs
+do not start to learn: they fail. For the error rates, both models' runs can fail. For the power, only runs of OSA (NS) can.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
 FAILING = (0.0, 0.1)  # assumed probabilities that a run fails, that is, does not start to learn
-# Mean and standard deviation of a failing run's value, relative to the mean of the second model of a comparison
+# Mean and standard deviation of a failing run's accuracy (or minus log epochs). The second model's true mean counts as 0.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns how often the verdict is "reproduced": the error rate if the truth is the limit, and the power otherwise."""
+    """Returns how often the verdict is "reproduced": the error rate if the true difference is the limit, else the power."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

@@ -66,7 +66,8 @@ def keep_one_study(raw: dict) -> None:
     studies = raw["stages"]["analytic"]["foreach"]
     for name in [name for name in studies if name != "theorem_4_2"]:
         del studies[name]
-    del raw["stages"]["on_images"], raw["stages"]["research"]
+    for name in ("on_images", "verdicts", "research"):
+        del raw["stages"][name]
 
 
 def isolate(folder: Path, patch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def init_ji_attention_(
     approximation of a Z_i + b I: if the latter has the singular value decomposition P Σ Rᵀ, then W^Q_i and W^K_i are the
     first d_v columns of P Σ^½ and R Σ^½.
 
-    The defaults are values for ViT-B, taken from summaries and a reproduction of Ji et al. We assume that U and V
+    The defaults are for ViT-B, from secondary sources: summaries and a reproduction of Ji et al. We assume that U and V
     hold the blocks of all heads, and that each head has its own Z_i. Without LayerNorm, c = 1 preserves the norm of tokens.
 
     Args:

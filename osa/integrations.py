@@ -87,7 +87,7 @@ def _timm_class(method: Method, num_iterations: int | None, epsilon: float, alph
 
 
 def _reduce(made: "_PickledByCall") -> Any:
-    """Returns what pickle stores: the call of `_timm_class` that returns the class, or, for a subclass, its name."""
+    """Returns what pickle stores: the call of `_timm_class` that made the class or, for a subclass, the subclass's name."""
     return (_timm_class, made.arguments) if "arguments" in vars(made) else made.__qualname__
 
 

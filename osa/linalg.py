@@ -32,7 +32,7 @@ IMBALANCE = 128.0
 def qr_basis(m: Tensor) -> Tensor:
     """Returns an orthonormal basis of M's column space, from the reduced QR decomposition (Section 3).
 
-    For float32 on CUDA, `cholesky_qr_basis` replaces Householder's QR, which would process a batch one matrix at a time and
+    For float32 on CUDA, `cholesky_qr_basis` replaces Householder QR, which would process a batch one matrix at a time and
     synchronise with the host.
 
     Args:
@@ -49,9 +49,9 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis B = M R⁻¹ with RᵀR = MᵀM, from two Cholesky decompositions, batched and without synchronisation.
 
-    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: Householder's Q, too,
-    is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps the
-    first decomposition from failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). Uses float64.
+    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: the Q of Householder
+    QR, too, is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps
+    the first decomposition from failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). Uses float64.
 
     Args:
         m: (..., N, n), float32, N ≥ n, of any rank.
@@ -218,8 +218,8 @@ def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / c of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1), with c = (Σ|λ|²)^½ clamped to [1, 64].
 
     The numerator is the squared departure of Z from normality (Henrici 1962), and eps times the numerator is about the error
-    that φ₁(Z) causes in exp(S). Dividing by c makes this error relative to ‖S‖_F = (Σ|λ|²)^½. c is at most 64, because for
-    ‖S‖_F > 64, the error of a non-normal Z grows faster than ‖S‖_F. `spectrum` is Σ|λ|², if known.
+    that φ₁(Z) causes in exp(S). Dividing by c makes this error relative to ‖S‖_F = (Σ|λ|²)^½. For ‖S‖_F > 64, the
+    error that a non-normal Z causes in exp(S) grows faster than ‖S‖_F, so c is at most 64. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
     norm = torch.linalg.vector_norm(z, dim=(-2, -1), keepdim=True)
@@ -264,7 +264,7 @@ def balanced(m: Tensor) -> Tensor:
         query - torch.where(is_longer, qk / k2.clamp(min=tiny), 0) * key,
         key - torch.where(is_longer, 0, qk / q2.clamp(min=tiny)) * query,
     )
-    # If two columns are parallel, the subtraction leaves only rounding errors, so squared lengths get these lower bounds
+    # If columns are parallel, subtracting the projection leaves only rounding errors, so squared lengths get lower bounds
     least = (eps**2 * x2 + tiny for x2 in (q2, k2))
     q2, k2 = (x.detach().square().sum(-2, keepdim=True).clamp(min=low) for x, low in zip((query, key), least, strict=True))
     s = ((k2 / q2) ** 0.25).clamp(1e-20, 1e20)  # if one column is zero, the limits keep the other from overflowing float32
@@ -300,7 +300,7 @@ def _spectral_radius(square: Tensor) -> float:
 
 
 def _degree(radius: float, dtype: torch.dtype) -> int:
-    """Returns the least odd degree m for which the first omitted term of e^Z's derivative, ρ^{m+1}/(m + 1)!, is ≤ eps/4."""
+    """Returns the least odd degree m with ρ^{m+1}/(m + 1)! ≤ eps/4. The left side is the first omitted term of d(e^Z)/dZ."""
     degree, term = 1, radius**2 / 2
     while term > torch.finfo(dtype).eps / 4:
         degree += 2

@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
 
         Args:
             num_outputs: compute the output of only the first `num_outputs` tokens. None: all.
-            attn_mask: boolean, False for padding, (B, N) or (N,); or (..., 1 or N, N), broadcast to (B, num_heads, N, N).
+            attn_mask: boolean, False for padding, (B, N) or (N,). 3D and 4D masks are broadcast to (B, num_heads, N, N).
 
         Raises:
             TypeError: x or the mask is not a tensor.
@@ -139,7 +139,7 @@ def _joined(parts: tuple[nn.Linear, ...]) -> tuple[Tensor, Tensor | None] | None
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """True for an `nn.Linear`, parametrised or not. False for a subclass, a replaced `forward`, or a layer with hooks."""
+    """True for an `nn.Linear`, parametrised or not. False for a subclass, or if hooks or another `forward` are set."""
     if parametrize.type_before_parametrizations(part) is not nn.Linear or "forward" in vars(part):
         return False
     return not has_hooks(part)

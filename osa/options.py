@@ -325,7 +325,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# One orthonormal frame gives both layers of an MLP. At width 64 and 72 blocks, OSA trains reliably only with such MLPs
+# Both weights of an MLP come from one orthonormal frame. At width 64 and 72 blocks, OSA trains reliably only with such MLPs
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,

@@ -114,7 +114,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _check_types(state: dict[str, torch.Tensor], whose: str, remedy: str) -> None:
-    """Raises ValueError if the weights have several dtypes, or a dtype in which layers cannot compute."""
+    """Raises ValueError if the weights have several dtypes, or a dtype that is not in `DTYPES`."""
     types = {tensor.dtype for tensor in state.values()}
     if len(types) > 1 or not types <= set(DTYPES):
         names = " and ".join(sorted(str(each).removeprefix("torch.") for each in types))
@@ -155,10 +155,10 @@ def _kind(module: nn.Module) -> tuple[type, dict[str, Any]]:
 
 
 def load_pretrained(path: str | Path, *, name: str | None = None) -> VisionTransformer:
-    """Loads a model from `save_pretrained` onto the CPU, in evaluation mode and in the dtype of the saved weights.
+    """Loads a saved model onto the CPU, in evaluation mode and in the dtype of the saved weights.
 
     Args:
-        path: the folder, or a file with weights of the model that `create_model(name)` builds.
+        path: a folder that `save_pretrained` wrote, or a file with weights of the model that `create_model(name)` builds.
         name: a name in `MODELS`, required for a file of weights. It is optional for a folder. If it is given, the
             folder must hold this model, but options that `MODELS` does not set, such as sizes, may differ.
 

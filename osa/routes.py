@@ -88,7 +88,7 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V in the first way that is accurate: from MᵀM, from the Gram matrix of `balanced(m)`, or with a basis.
 
-    If N < 2d, uses S (smaller than MᵀM) unless Q Kᵀ and K Qᵀ nearly cancel. GPUs and traces use only `_by_cholesky`.
+    If N < 2d, uses S (smaller than MᵀM) unless Q Kᵀ and K Qᵀ nearly cancel. On GPUs and in traces, uses only `_by_cholesky`.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -258,11 +258,11 @@ def _skew(query: Tensor, key: Tensor) -> Tensor:
 
 
 class _ByBasis(torch.autograd.Function):
-    """`_by_differentiable_basis` whose backward pass does not differentiate B, because every basis gives the same result.
+    """`_by_differentiable_basis`, but the backward pass does not differentiate B, because every basis gives the same result.
 
-    With C = BᵀM, W = BᵀV and U = f([S]) W, the result is V + B [S] U. Let G be its gradient, H = BᵀG and Ū = f(−[S]) H, and
-    let E be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B also changes B.
-    To first order, this adds to the result (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
+    With C = BᵀM, W = BᵀV and U = f([S]) W, the output is V + B [S] U. Let G be the gradient of the output, H = BᵀG and
+    Ū = f(−[S]) H. Let E be D − Dᵀ, where D is the gradient of [S] with B held fixed. A change dM outside the span of B
+    changes B. To first order, the output then changes by (I − BBᵀ) dM J CᵀU + B f([S]) C J dMᵀ (I − BBᵀ) V, so that
 
         grad V = G − B [S] Ū,        grad M = (V Ūᵀ − G Uᵀ − B (W Ūᵀ − H Uᵀ + E)) C J.
 

@@ -396,7 +396,7 @@ class StiefelConstraint:
         self.weights()  # raises if the constraint does not fit the model
 
     def _groups(self) -> list[tuple[Views, ...]]:
-        """Returns a tuple per group of projections: its `Views` in each block. Makes new views, as devices can change."""
+        """Returns each group's `Views` in each block. Makes new views, as the model may have moved to another device."""
         views = (_constraint(self.name).views(block.attention) for block in blocks_of(self.model))
         return list(zip(*views, strict=True))
 

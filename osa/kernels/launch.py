@@ -64,4 +64,4 @@ def ratio_up(size: int, part: int) -> int:
 
 def padded(size: int) -> int:
     """Rounds a size up to a power of two, as Triton requires of blocks, and to at least 16, as `tl.dot` requires."""
-    return max(16, triton.next_power_of_2(size))  # pyright: ignore[reportReturnType]  # an int here
+    return max(16, triton.next_power_of_2(size))  # pyright: ignore[reportReturnType]  # next_power_of_2 returns an int here

@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given `grad`, the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns NaN for matrices whose output lost precision, else any number. Returns None if the backend cannot tell."""
+        """Returns a number per matrix, NaN where the output lost precision. Returns None if the backend cannot tell."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """True outside traces and transforms. Allows torch.compile or, without it, the transforms in `but`."""
+    """Under torch.compile, True outside transforms. Otherwise, True outside traces and transforms, except those in `but`."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 
@@ -318,7 +318,7 @@ def _agrees(
     The result is also False if Triton, the C compiler or the driver raises an error.
     """
     batch, is_hopper = 2, form in ("fused", "parts")
-    if form == "parts":  # the test needs few heads and a long sequence, or it would run "fused"
+    if form == "parts":  # few heads and a long sequence, so that "parts" runs, not "fused"
         batch, rows = 1, 2 * rows
     with outside_of_modes(), torch.inference_mode(False), torch.enable_grad(), runtime.without_autocast(device):
         generator = torch.Generator().manual_seed(0)

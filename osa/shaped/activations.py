@@ -80,7 +80,7 @@ def gelu_tanh(x: float) -> float:
     return x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
 
 
-# Points z and weights of the trapezoidal rule on [−12, 12], exact up to rounding for functions as smooth as a Gaussian
+# Points z and weights of the trapezoidal rule on [−12, 12], exact up to rounding for functions as smooth as GELU
 QUADRATURE = [(i / 8, math.exp(-((i / 8) ** 2) / 2) / math.sqrt(2 * math.pi) / 8) for i in range(-96, 97)]
 
 

@@ -127,8 +127,8 @@ def p_panel(p_x):
 def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     """Returns c Tᵀ, Zᵀ, the number of terms after Y, and whether the head has the state FUSED.
 
-    A term t changes the output by at most the fraction |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The code
-    uses ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. Callers
+    The relative change of the output due to a term t is at most |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / ‖M‖₂. The
+    code uses ‖G‖_F in place of ‖M‖₂². If STORE, the function stores Y and all terms except the last, each times c. Callers
     set STORE only for heads that are known to have the state FUSED.
     """
     b_gram *= c
@@ -145,7 +145,7 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
         tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
     for i_term in range(MAX_TERMS):
         # `for` and `if` replace `while`, which Triton 3.6 cannot compile here. The code computes the norm in one place,
-        # because a second copy would spill registers.
+        # because a second copy of this computation would spill registers.
         if size > least:
             size = tl.sum(b_term * b_term)
             least = tl.where(i_term == 0, factor * size, least)

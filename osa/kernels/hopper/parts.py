@@ -7,7 +7,7 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-torch sums the results over a head's parts, in a fixed order. In one program of `mix_kernel`, reading them all would be slow.
+torch sums the results of a head's parts, in a fixed order, because one program of `mix_kernel` would read them slowly.
 """
 
 import triton

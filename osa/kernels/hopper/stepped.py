@@ -8,10 +8,10 @@ but is computed from G alone. With the balanced G and Y = c J MᵀV, the kernels
 (Al-Mohy & Higham 2011). Each step is a Taylor sum as in fused.py. The backward kernel stores the Y_j and goes through the
 steps in reverse.
 
-A first launch computes each term with one bfloat16 product. A head gets the state SPLIT_STEPS if it needs more than
-MAX_STEPS steps, if its Z is far from normal, or if balancing divides ‖G‖_F by more than MAX_CANCELLATION. A second launch,
+A first launch computes each term with one bfloat16 product. It stores SPLIT_STEPS as a head's state if the head needs more
+than MAX_STEPS steps, if Z is far from normal, or if balancing divides ‖G‖_F by more than MAX_CANCELLATION. A second launch,
 with SPLIT, computes the heads with this state. It splits operands into a high and a low part in bfloat16, so that a term
-takes three products and keeps 16 bits. If Z is so far from normal that no digit would be correct, state and output are NaN.
+takes three products and keeps 16 bits. If Z is so far from normal that no digit is correct, state and output become NaN.
 
 In names, `shear` and `sigma` are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to
 Q, K and V.
@@ -39,9 +39,9 @@ RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, so that no term of a step is 
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps if each term takes one product
 MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum with SPLIT. Only ‖Z‖₂ > 2¹⁴ needs more steps, and then no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
-# A term takes one product, not three, only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this. Independent tokens give 8 to 11
+# One product per term is used only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this number. Independent tokens give 8 to 11
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# A term takes one product, not three, only if balancing divides ‖G‖_F by at most this. Else the gradients lose digits
+# One product per term is used only if balancing divides ‖G‖_F by at most this number. Otherwise gradients lose digits
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if ‖Z‖_F² / max(Σ|λ|², 1) is larger, no digit is correct even with SPLIT
@@ -181,7 +181,7 @@ def store_parts(p_x, b_x, gap, SPLIT: tl.constexpr):
 
 @triton.jit
 def prepare(b_qq, b_qk, b_kk, b_vq, b_vk, c, p_scratch, SPLIT: tl.constexpr):
-    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F and two flags: exceeds MAX_CANCELLATION; exceeds MAX_IMBALANCE (if SPLIT)."""
+    """Stores Y, σ, γ and Zᵀ. Returns ‖Z‖_F, whether MAX_CANCELLATION is exceeded and, if SPLIT, whether MAX_IMBALANCE is."""
     tl.store(p_scratch + o_left(), c * b_vk)
     tl.store(p_scratch + o_left() + D, -c * b_vq)
     norm_before = gram_norm(b_qq, b_qk, b_kk)
@@ -255,8 +255,8 @@ def step_count(radius):
 def least_term(b_y, norm, fraction, SPLIT: tl.constexpr):
     """Returns the squared norm below which a term is too small to change the output.
 
-    A term t changes the output by at most the fraction |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / (|c| ‖M‖₂). The
-    code uses ‖G‖_F in place of ‖M‖₂². With n steps, each step may use `fraction` = 1/n of the total tolerance.
+    The relative change of the output due to a term t is at most |c| ‖M‖₂² ‖t‖_F / ‖Y‖_F, because ‖V‖_F ≥ ‖Y‖_F / (|c| ‖M‖₂).
+    The code uses ‖G‖_F in place of ‖M‖₂². With n steps, each step may use `fraction` = 1/n of the total tolerance.
     """
     factor = TERM_TOLERANCE / tl.maximum(norm, 1e-9)
     if SPLIT:
@@ -276,7 +276,7 @@ def taylor(b_total, b_term, b_z, b_z_low, fraction, least, p_terms, STORE: tl.co
     size, degree = tl.full([], 1.0, tl.float32), 0
     for i_term in range(MAX_TERMS):
         # `for` and `if` replace `while`, which Triton 3.6 cannot compile here. The code computes the norm in one place,
-        # because a second copy would spill registers.
+        # because a second copy of this computation would spill registers.
         if size > least:
             size = tl.sum(b_term * b_term)
             if size > least:

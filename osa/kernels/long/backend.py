@@ -184,8 +184,8 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Returns γ, (matrices, 2d, 1), and a flag, (matrices, 1, 1): whether G would be inaccurate after shearing by γ.
 
-    The projection of the shorter column of a pair onto the longer column is γ times the longer column. Shearing subtracts
-    this projection. The longer column has γ = 0.
+    Of columns q_j and k_j, the projection of the shorter column onto the longer column is γ times the longer column.
+    Shearing subtracts this projection. The longer column has γ = 0.
     """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
@@ -197,7 +197,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """Returns σ, (matrices, 2d, 1): the powers of two (s and 1/s) that make the columns of a pair about equally long."""
+    """Returns σ, (matrices, 2d, 1): the powers of two, s and 1/s, that make columns q_j and k_j about equally long."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
     least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # keeps σ finite if shearing leaves a column of zeros
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
@@ -206,7 +206,7 @@ def _sigma(gram: Tensor) -> Tensor:
 
 
 def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, **constants) -> None:
-    """Launches one program for each part of a sequence and each block of columns of Q and K."""
+    """Launches one program for each block of columns of Q and K in each part of a sequence."""
     parts, rows = partition(tensors[0], tensors[2])
     _, part, columns, _ = tile["TILE"]
     _launch(kernel, tensors, others, tile, parts, columns // part, rows_of_part=rows, **constants)
@@ -215,7 +215,7 @@ def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...
 def _launch(
     kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, parts: int = 0, blocks: int = 1, **constants
 ) -> None:
-    """Launches programs for each head: one per tile of rows or, if `parts` is given, one per part and block of columns.
+    """Launches programs for each head: one per tile of rows or, if `parts` is given, one per block of columns in each part.
 
     The first three of `tensors` are query, key, and a tensor with as many columns as value.
     """

@@ -23,8 +23,8 @@ def gram_kernel(
 ):  # fmt: skip
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
-    If SHEARED, the kernel multiplies the columns that `sheared` returns. It computes only matrices whose `is_lost` is 1.
-    For the others, backend.py shears the products of the first launch, which is accurate enough.
+    A first launch uses the columns of Q and K. A second launch, with SHEARED, uses the columns that `sheared` returns, only
+    for matrices whose `is_lost` is 1. For the others, shearing the first launch's products in backend.py is accurate enough.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

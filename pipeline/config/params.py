@@ -156,7 +156,7 @@ class Data(Section):
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
-        except UserError:  # the description is absent or damaged
+        except UserError:  # images.json is absent or damaged
             stored = None
         if stored is None or (stored.path, stored.resize) != (self.path, self.resize):
             raise UserError(
@@ -341,9 +341,9 @@ class OpenChoice(Section):
 
     topic: str
     paper: str | None  # what little the paper says about this detail
-    ours: str  # our choice where the paper leaves a detail open
-    key: str | None = None  # key in params.yaml that sets our choice
-    instead: str | None = None  # what we tried in place of our choice
+    ours: str  # our choice for this detail
+    key: str | None = None  # key in params.yaml that sets this detail
+    instead: str | None = None  # an alternative to our choice
 
 
 class Paper(Section):

@@ -199,7 +199,7 @@ def problem_of(image: Image.Image) -> str | None:
         return f"{image.width} x {image.height} pixels, and images must be square: crop or pad it"
     if image.mode.startswith(("I", "F")):
         return "more than 8 bits per channel: save it with 8"
-    if getattr(image, "is_animated", False) and image.format != "MPO":  # viewers never show the second picture of an MPO
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # viewers show only an MPO's first picture
         return f"{getattr(image, 'n_frames', 'several')} frames: save one of them as an image"
     if image.has_transparency_data and any(image.convert("RGBA").getchannel("A").histogram()[:255]):
         return "transparent pixels, whose colour depends on the viewer: flatten it onto a background"

@@ -100,7 +100,7 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor) -> floa
 
 
 def check_accuracy(run: Run, measured: float, trained: float, num_images: int) -> None:
-    """Raises UserError if `measured` differs from the accuracy recorded in training by over TOLERANCE_IMAGES images."""
+    """Raises UserError if `measured` differs from `trained`, the recorded accuracy, by more than TOLERANCE_IMAGES images."""
     if abs(measured - trained) > (TOLERANCE_IMAGES + 0.5) / num_images:
         raise UserError(
             f"{run.weights} has a test accuracy of {measured:.4f}, but {run.folder}/metrics.json says {trained:.4f}: "

@@ -26,7 +26,7 @@ def rounding(length: int, dtype: torch.dtype) -> float:
     """Returns 32 n · eps, a tolerance for the relative error of successive matrix products of inner dimension n = `length`.
 
     The error of one product is at most n · eps/2 · ‖A‖_F‖B‖_F (Higham 2002, Section 3.5), and the relative error is
-    typically √n · eps. Computing φ₁ takes 20 to 60 products.
+    typically √n · eps. The factor 32 allows for the 20 to 60 products that computing φ₁ takes.
     """
     return 32 * length * torch.finfo(dtype).eps
 

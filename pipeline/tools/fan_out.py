@@ -180,7 +180,7 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
 
 
 def outcome(run: Run) -> str:
-    """Returns the accuracy of a run of Table 2. Hides a study's accuracies: some studies show none until all runs end."""
+    """Returns a Table 2 run's accuracy, or "trained" for a study's run: some studies hide results until all runs end."""
     if run.study != TABLE_2:
         return "trained"
     metrics = run.metrics()
@@ -197,7 +197,7 @@ def progress(run: Run, config: RunConfig, estimates: times.Estimates) -> tuple[f
     The estimate uses the run's own pace if the run is training on this machine, and otherwise the pace of earlier runs.
     """
     for path in run.scratch.parent.glob(f"{run.seed}-*/{RECORD}"):
-        with contextlib.suppress(UserError):  # if the run has just ended, its record has moved
+        with contextlib.suppress(UserError):  # if the run has just ended, its scratch folder is gone
             own = records.parse(path, RunRecord, f"delete {path.parent}")
             done = len(own.timestamps) - 1  # number of points after step 0
             if done > 0 and matches(own, config):

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 OLDEST, NEWEST = (3, 11), (3, 14)  # oldest and newest Python that all pins in requirements.txt support
 PATIENCE = 5  # seconds to wait for PyTorch's index
-CPU, PYPI = "cpu", "pypi"  # where PyTorch comes from: PyTorch's index of CPU builds, or PyPI
+CPU, PYPI = "cpu", "pypi"  # sources of PyTorch: PyTorch's index of CPU builds, and PyPI
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def is_installed(path: Path, venv: Path) -> bool:
 
 
 def torch_build(venv: Path) -> str:
-    """Returns where the installed PyTorch came from, CPU or PYPI, or "" if PyTorch is not installed."""
+    """Returns the source of the installed PyTorch: CPU (PyTorch's index of CPU builds), PYPI, or "" if none is installed."""
     note = venv / ".torch"
     return note.read_text(encoding="utf-8").strip() if has_python(venv) and note.exists() else ""
 
@@ -130,9 +130,9 @@ def announce(venv: Path, size: str) -> None:
 
 
 def choose(venv: Path, torch: str) -> str:
-    """Returns where to install PyTorch from: CPU or PYPI. An already installed build takes precedence over `torch`."""
+    """Returns the source of the PyTorch to install: CPU or PYPI. An installed build takes precedence over `torch`."""
     if sys.platform != "linux":
-        return PYPI  # on other systems, PyPI's build has no CUDA
+        return PYPI  # PyPI's build has CUDA only on Linux
     if torch_build(venv):
         return torch_build(venv)
     if torch:

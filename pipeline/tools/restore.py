@@ -3,8 +3,8 @@
 It restores params.yaml, every dvc.lock, and all outputs of DVC stages and training runs from the last commit. Your versions
 of these files, and runs that are not committed, move to .restored/DATE/. Code, documents and other files stay unchanged.
 
-First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then files only move. If a step
-fails, all steps are undone. If restore is killed, run it again: your files are at their usual paths or in .restored/DATE/.
+First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then restore only moves files. If a
+step fails, all are undone. If restore is killed, run it again: your files are at their usual paths or in .restored/DATE/.
 """
 
 import errno

@@ -64,7 +64,7 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """Unless the store is a server, removes MLflow's variables except KEPT_SETTINGS. Always sets ENVIRONMENT's defaults."""
+    """Sets ENVIRONMENT defaults. Unless the store is a server, removes MLflow environment variables except KEPT_SETTINGS."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):

@@ -91,7 +91,7 @@ def _attempt(training: TrackedTraining, function: Callable, *arguments: Any) -> 
         if error.error_code != "INVALID_PARAMETER_VALUE":
             raise
         why = store.cause(error)
-    if training.path.exists():  # otherwise the run has just ended, and its record has moved
+    if training.path.exists():  # otherwise the run has just ended, and its scratch folder is gone
         tqdm.write(f"warning: {training.path} is not imported: {why}", sys.stderr)
     return None
 
@@ -168,7 +168,7 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference from it, or {} if this family is not in the paper's Table 2."""
+        """Returns the paper's accuracy and the difference from it, or {} if the runs do not reproduce a row of Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -187,7 +187,7 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # Skip runs without these tags. If a user deletes tags, an import restores them only if the run's files exist.
+            # Skip runs without these tags. If a user deletes tags, a sync restores them only if the run's files exist.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -221,7 +221,7 @@ class Family:
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
         """Returns the values of the tag `configuration` that match params.yaml, one for each data set that the runs use.
 
-        Returns set() unless the runs belong to Table 2, have several configurations, and use a variant of params.yaml.
+        Returns set() unless the runs belong to Table 2, have several configurations, and use a variant in `Params.variants`.
         """
         study, variant = self.name.split("/")
         settings = self.experiment.params if study == TABLE_2 and len(children) > 1 else None

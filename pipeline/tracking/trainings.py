@@ -68,7 +68,7 @@ class TrackedTraining:
 
     @property
     def ended(self) -> int:
-        """The time at which the run ended or, if it is in progress, last recorded metrics, in milliseconds since 1970."""
+        """The time of the run's end or, if the run is in progress, of its last evaluation, in milliseconds since 1970."""
         end = self.record.finished_at
         return _milliseconds(end) if end else max(self.record.timestamps, default=self.started)
 

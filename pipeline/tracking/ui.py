@@ -52,7 +52,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
-    """Prints the addresses of the two views. Then syncs whenever a record changes, until the server ends."""
+    """Prints the addresses of the models and their curves. Then syncs whenever a record changes, until the server ends."""
     from pipeline.tracking import sync, trainings  # slow to import; the server starts meanwhile
 
     opened = store.connect()
@@ -66,7 +66,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     seen = None
     while server is None or server.poll() is None:
         points = [(training.path, _age(training.path)) for training in trainings.find()]
-        # The first item changes every LOST_SECONDS, so that a sync detects killed runs, although they write no new records.
+        # The first item changes every LOST_SECONDS, to trigger a sync that detects killed runs. They write no new records.
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
             try:

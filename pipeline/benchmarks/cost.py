@@ -140,7 +140,7 @@ def cholesky(shape: list[int]) -> int:
 
 
 def householder_product(shape: list[int]) -> int:
-    """Returns the multiply–adds of turning k Householder reflections into an n×k basis. `shape` is (..., n, k)."""
+    """Returns the multiply–adds needed to turn k Householder reflections into an n×k basis. `shape` is (..., n, k)."""
     *batch, n, k = shape
     return round(math.prod(batch) * (n * k**2 - k**3 / 3))
 

@@ -49,7 +49,7 @@ from pipeline.core.files import ROOT
 TABLE = Path("paper_outputs/benchmarks/kernels.csv")
 ARCHITECTURES = {80: 164 * 1024, 90: 228 * 1024}  # compute capability → bytes of shared memory of a multiprocessor
 REGISTERS, WARPS = 65536, 64  # limits of a multiprocessor, the same for all ARCHITECTURES
-RESERVED = 1024  # bytes of shared memory that the driver adds to each program
+RESERVED = 1024  # bytes of shared memory that the driver reserves for each program
 WIDTHS = (16, 32, 64, 128)  # values of d_v: 16 in the paper's models, and three other common widths
 DTYPES = (torch.float32, torch.bfloat16)
 POINTERS = dict(zip(DTYPES, ("*fp32", "*bf16"), strict=True))

@@ -40,8 +40,8 @@ EXACT = "osa_exact"  # our model, which is not in the paper
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]  # columns that identify a row; `weights` is INITIALISED or TRAINED
 Key = tuple[str, str, str]
-PEAK: Key = "product", "", ""  # key of the matrix product
-PEAK_SIZE = 2048  # rows and columns of both factors of this product
+PEAK: Key = "product", "", ""  # key of the matrix product that shows the machine's speed
+PEAK_SIZE = 2048  # n for the product of two n×n matrices that shows the machine's speed
 
 StepCall = Callable[[], object]
 

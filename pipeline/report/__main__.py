@@ -96,7 +96,7 @@ def make_page(name: str, only: str | None = None) -> None:
 
 
 def check_current(*pages: str) -> None:
-    """Raises UserError if DVC considers a direct or indirect input of the pages out of date."""
+    """Raises UserError if, according to DVC, a direct or indirect input of the pages is out of date."""
     stages = [name for name in pages if name in STAGES]
     # DVC_STAGE says that DVC has already checked the inputs. `dvc repro` sets this variable.
     if not stages or "DVC_STAGE" in os.environ or not Path(".dvc").is_dir():

@@ -20,7 +20,7 @@ from pipeline.report import numbers
 from pipeline.statistics.verdicts import CONTRADICTED, REPRODUCED, Verdict
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Word of a verdict or check → CSS class and mark of its badge
+# The word for a verdict or for a check's result → CSS class and mark of the word's badge
 MARKS = {
     **dict.fromkeys((REPRODUCED, "confirmed", "holds"), ("good", "✓")),
     **dict.fromkeys((CONTRADICTED, "not confirmed", "fails"), ("bad", "✗")),

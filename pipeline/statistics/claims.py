@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """Claims that the first model needs fewer than `at_most_factor` × the second's epochs to reach a target train loss.
+    """Claims that the ratio of two models' epochs to a target train loss (first / second) is below `at_most_factor`.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.
@@ -283,7 +283,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """Claims, for each of `columns` in watched.csv, that the first model's last value < `at_most_factor` × the second's."""
+    """Claims that a ratio of last values (first / second) is below `at_most_factor` for each of `columns` in watched.csv."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]

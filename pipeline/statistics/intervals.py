@@ -67,7 +67,7 @@ class Estimate:
     def of_spreads(
         cls, value: float, weights: Sequence[float], variances: Sequence[float], sizes: Sequence[int]
     ) -> "Estimate":
-        """Returns Welch's estimate, from the value of the contrast and the variances and sizes of the samples."""
+        """Returns an estimate with Welch's degrees of freedom, from `value` and the samples' variances and sizes."""
         each = [weight**2 * variance / size for weight, variance, size in zip(weights, variances, sizes, strict=True)]
         variance = sum(each)
         df = variance**2 / sum(part**2 / (size - 1) for part, size in zip(each, sizes, strict=True))
@@ -101,11 +101,11 @@ def contrast(samples: Samples, weights: Sequence[float], *, equal_spread: bool =
 
 
 def contrast_over_images(samples: Sequence[np.ndarray], weights: Sequence[float]) -> Estimate:
-    """Estimates a contrast of mean accuracies, with a standard error that holds for new runs and new images.
+    """Estimates a contrast of mean accuracies, with a standard error that includes the variance over runs and images.
 
-    All models see the same images, so Welch's estimate gets another sample: one contrast per image, averaged over runs. The
-    variance over images and each variance over runs include the interaction of run and image. A bootstrap over runs and
-    images sums the same variances, but with five runs it underestimates the variance over runs by a fifth.
+    All models see the same images. For the variance over images, we therefore add one more sample: each image's contrast,
+    averaged over runs. This variance and each variance over runs include the interaction of run and image. A bootstrap over
+    runs and images sums the same variances, but with five runs it underestimates the variance over runs by a fifth.
 
     Args:
         samples: an array (runs ≥ 2, images) for each model: 1 if the run classifies the image correctly, else 0.

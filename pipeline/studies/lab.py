@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Lab:
     """Gives a study its models and runs.
 
-    Models and runs follow one interpretation of the paper in pipeline/paper.yaml. params.yaml chooses only the image data.
+    pipeline/paper.yaml lists interpretations of the paper. The lab follows one. params.yaml chooses only the image data.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:

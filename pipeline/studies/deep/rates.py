@@ -1,6 +1,6 @@
 """A grid search with short runs, for the learning rates of deep models and for α of `osa_shaped`.
 
-We chose the learning rates and α of the study `depth` from the results. No other study uses the seed of these runs.
+We used the results to choose the learning rates and α of the study `depth`. No other study uses the seed of these runs.
 """
 
 import itertools
@@ -16,8 +16,8 @@ from pipeline.statistics.claims import GUESS_LOSS
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab, first_steps
 
-OSA = "osa_shaped"  # the model for which we also search for α L
-ALPHA_TIMES_DEPTH = 0.36  # α L in the search for the learning rate
+OSA = "osa_shaped"  # the model for which we also search for the best product α · L
+ALPHA_TIMES_DEPTH = 0.36  # the product α · L in the search for the learning rate
 LEARNS = 0.01  # a model learns if the loss of its best run is more than this many nats below the chance-level loss
 
 
@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def short_trainings(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each search, model and rate. For OSA, also yields rows for other values of α L, at the best rate."""
+    """Yields a row for each search, model and rate. For OSA, also yields rows for other products α · L at the best rate."""
     for search, model in itertools.product(settings.searches, settings.models):
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]

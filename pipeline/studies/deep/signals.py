@@ -1,8 +1,8 @@
 """Signals at initialisation: in which models do they vanish, explode or collapse? (Section 4 of He et al. 2023,
 and Section 4 of the paper on OSA.)
 
-Before the first training step, we measure how the tokens and the gradient change from block to block, and how much of [cls]
-depends on the image, for every model at several depths. For `osa_shaped`, we also search for the α that doubles the first
+For every model at several depths, before the first training step, we measure how the tokens and the gradient change from
+block to block, and how much of [cls] depends on the image. For `osa_shaped`, we also search for the α that doubles the first
 block's gradient. A bound on the Jacobian suggests that this α is proportional to 1/(L ‖X‖₂²).
 """
 

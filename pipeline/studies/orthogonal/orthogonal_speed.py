@@ -15,7 +15,7 @@ from pipeline.core import files
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 
-GOAL_RANGE = (64, 256)  # sizes n of layers that should meet the goal
+GOAL_RANGE = (64, 256)  # minimum and maximum size n of the layers that should meet GOAL
 GOAL = 1.3  # maximum ratio of our layers' time to the dense layer's time
 MUCH_SLOWER = 10.0  # we take “significantly” in the blog post to mean at least this ratio of times
 
@@ -33,8 +33,8 @@ def speed_on(path: Path) -> dict:
     """Returns numbers from the table of one machine.
 
     ours             for each of our layers, the row with the largest ratio of times, ours / dense, over n in `GOAL_RANGE`
-    fastest          the row that decides the blog post's claim that the dense layer is the fastest
-    literal_givens   the row that decides the blog post's claim that its Givens layer is much slower than the dense layer
+    fastest          the row that decides whether the dense layer is the fastest, as the blog post under study claims
+    literal_givens   the row that decides whether the post's Givens layer is much slower than the dense layer, as claimed
     """
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     others = table[(table["code"] != DENSE) & (table["n"] >= SMALLEST)]

@@ -83,7 +83,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def row(name: str, settings: Settings, results: Results) -> dict:
-    """Returns the model, penalty and accuracy of the runs called `name`, and the final mean of each column in `SHOWN`."""
+    """Returns model, penalty and accuracy of the runs called `name`, and the mean of each `SHOWN` column's last values."""
     training = settings.runs[name]
     options = training.set.get("variant", {})
     seen = {column: summary_of(results.last_watched(name, column)).mean for column in SHOWN}

@@ -1,7 +1,7 @@
 """How fast is OSA on several machines? The scripts in pipeline/benchmarks timed OSA, and this study reads the timings.
 
 The paper expects Newton–Schulz to be cheaper than a Householder QR under autograd, on hardware with fast matrix products.
-Only timings of the paper's formulas, taken literally, test this, since our method "qr" never differentiates a decomposition.
+Only timings of a literal implementation of the paper test this, since our method "qr" never differentiates a decomposition.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict[str, Any]:
 
 
 def ns_over_qr(path: Path) -> dict[str, Any]:
-    """Returns Newton–Schulz's time divided by QR's, for the paper's formulas taken literally and for our methods."""
+    """Returns Newton–Schulz's time divided by QR's, for a literal implementation of the paper and for our methods."""
     table, facts = files.read_csv(path), files.read_json(path.with_suffix(".json"))
     is_paper_head = (table["tokens"] == 50) & (table["width"] == 16)
     own = table[is_paper_head & (table["pass"] == "forward and backward")]

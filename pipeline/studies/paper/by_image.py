@@ -15,7 +15,7 @@ from pipeline.studies.paper.section_5 import judge_all, results_of
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each model. For each comparison of accuracies in a claim, also returns the result of `means`."""
+    """Returns a row for each model, and an estimate with its interval for each comparison of accuracies in a claim."""
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(results_of(lab), lab).items():
         compared = {key: row for key, row in rows.items() if row["kind"] != "speed"}
@@ -42,7 +42,7 @@ def right_by_model(tables: Tables) -> dict[str, np.ndarray]:
 
 
 def means(right: dict[str, np.ndarray], models: list[str], kind: str) -> dict[str, float] | None:
-    """Returns the contrast `kind` of mean accuracies in percentage points, with an interval for new runs and new images."""
+    """Returns a contrast of mean accuracies (percentage points). Its interval accounts for variance over runs and images."""
     if min(len(right.get(model, [])) for model in models) < 2:  # too few runs for an interval
         return None
     estimate = contrast_over_images([100 * right[model] for model in models], CONTRAST_WEIGHTS.get(kind, (1, -1)))

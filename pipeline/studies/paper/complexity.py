@@ -124,7 +124,7 @@ def calls(tokens: int, width: int, settings: Settings, device: torch.device) -> 
 
 
 def parts(x: Inputs) -> dict[str, Call]:
-    """Returns a `Call` for each component of Table 1, and for each complete implementation of attention (OSA and softmax).
+    """Returns a `Call` for each part: components of Table 1, and complete implementations of attention (OSA and softmax).
 
     A component takes the results of earlier components as inputs. A part whose name ends in _dense forms an N×N matrix.
     """
@@ -208,8 +208,8 @@ OSA = ("osa_qr", "osa_ns", "osa_exact", "osa_cayley")
 JUDGED = {"tokens": "N", "joint": "Nd"}  # sweep → the sizes that grow
 QUANTITIES = {"multiply_adds": "operations", "bytes": "memory"}
 FIT_POINTS = 4  # a slope is fitted to this many of a sweep's largest sizes, since exponents are asymptotic
-# How far a slope may exceed the paper's exponent. An extra factor N adds 1 to the slope. Over three doublings of N, a
-# lower-order term of 10 % changes the slope by 0.04, and a step from 15 to 16 Taylor terms or squarings adds 0.03.
+# How far a slope may exceed the paper's exponent. An extra factor N adds 1. A lower-order term that is 10 % of the total at
+# the smallest N changes the slope over three doublings by 0.04. A step from 15 to 16 Taylor terms or squarings adds 0.03.
 TOLERANCE = 0.05
 
 
@@ -268,7 +268,7 @@ def max_excess(measured: list[tuple[dict, dict]]) -> float:
 
 
 def along_n(table: pd.DataFrame, quantity: str) -> pd.DataFrame:
-    """Returns `quantity` of a forward and backward pass, in a table with a row for each N and a column for each part."""
+    """Returns `quantity` of a forward and backward pass: a row for each N, a column for each component or implementation."""
     rows = table[(table["sweep"] == "tokens") & (table["pass"] == BOTH)]
     return rows.pivot(index="tokens", columns="part", values=quantity)
 

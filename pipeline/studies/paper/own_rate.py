@@ -2,8 +2,8 @@
 
 We declared the following before the first run. A search trains each model with Table 2's recipe at three rates with one
 seed, and holds out 5,000 training images. The best rate has the lowest loss on these images. If the highest rate is the
-best, the search also tries a higher rate. Five new seeds of each model at its best rate then answer the question,
-with the test of the study `decision` and its limit on the difference in accuracy.
+best, the search also tries a higher rate. We then train each model at its best rate with five new seeds, and compare the
+accuracies. The test and the limit on the difference in accuracy are those of the study `decision`.
 """
 
 from collections.abc import Iterator

@@ -127,18 +127,19 @@ def headline(judged: dict[str, dict[str, dict]], fresh: Mapping[str, Verdict]) -
 
 
 def count(verdicts) -> dict[str, int]:
-    """Counts all verdicts (`total`), the open verdicts (`open`), and the verdicts for each word of `WORDS`."""
+    """Counts all verdicts (`total`), the open verdicts (`open`), and, for each of `WORDS`, the verdicts with this word."""
     words = [verdict.word for verdict in verdicts]
     named = {word.replace(", ", "_").replace(" ", "_"): words.count(word) for word in WORDS}
     return {"total": len(words), "open": sum(n for word, n in named.items() if word.startswith("open")), **named}
 
 
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
-    """Compares how soon two models reach a train loss: the second model's lowest loss up to each of `FRACTIONS` of training.
+    """Compares how soon two models reach given train losses.
 
+    For each of `FRACTIONS`, `target_loss` computes one loss: the second model's lowest in this first fraction of training.
     Returns a row for each loss. `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the
-    number of epochs in which the first model reaches the loss, divided by the number for the second model, estimated as in
-    claims about speed. A loss has no row if `epoch` or `ratio` is 0 or infinite, as when most runs never reach the loss.
+    first model's number of epochs to the loss, divided by the second model's, estimated as in claims about speed. A loss has
+    no row if `epoch` or `ratio` is 0 or infinite, as when most runs never reach the loss.
     """
     rows = []
     starting, curves = results.curves_of_starting(second), [results.curves(name) for name in (first, second)]

@@ -87,8 +87,8 @@ def exponential_tolerance(query: Tensor, key: Tensor, scale: Tensor, method: str
     """Bounds rounding errors in `exponential_error`: γ (1 + μ) for "qr", γ (1 + μ)² for "exact", with μ = |scale| · ‖M‖₂².
 
     γ is `rounding(max(N, 2d_v))`. The error of S is γ μ, which also bounds the error of exp(S) (Lemma C.7). The method
-    "exact" computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The products with Z add one factor μ to
-    the error, and the products with scale · M and Mᵀ add another factor μ.
+    "exact" computes I + scale · M φ₁(Z) J Mᵀ with ‖Z‖₂ ≤ μ (see `osa.functional`). The products with Z contribute one
+    factor 1 + μ to the bound, and the products with scale · M and Mᵀ contribute another factor 1 + μ.
 
     `query` and `key` are (..., N, d_v), `scale` is (..., 1, 1), and the result is (...).
     """

@@ -46,7 +46,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures the spectrum of Σ_l for each input, stack and seed. Also lists the eigenvalues for the first seed's image."""
+    """Measures the spectrum of Σ_l for each input, stack and seed. Lists eigenvalues for the first seed's MNIST input."""
     summary, spectra = [], []
     for seed in settings.seeds:
         image = _image_tokens(lab, seed)  # (N, d)

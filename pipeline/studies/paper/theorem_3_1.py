@@ -1,8 +1,8 @@
 """Theorem 3.1: ‖YᵀY − I‖₂ ≤ (e^{‖S‖₂} − 1)² maxᵢ|σᵢ²(σᵢ² − 1)| ≤ ¼ (e^{‖S‖₂} − 1)² for Y = I + B (exp[S] − I) Bᵀ.
 
 The proof needs a B whose singular values σᵢ are at most 1. Newton–Schulz (Eq. 9) gives such a B. Do the bounds hold with
-Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in a model? We vary K, cond(M) and ‖S‖₂ for
-random M = [Q, K], and also measure layers of initialised models, with each model's K.
+Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in a model? We vary the number of iterations,
+cond(M) and ‖S‖₂ for random M = [Q, K]. We also measure layers of initialised models, each with its number of iterations.
 """
 
 import itertools
@@ -38,7 +38,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))  # a line style fo
 class Settings(Section):
     seeds: Seeds
     sizes: HeadSizes = Field([[50, 16]])  # (N, d_v) of the paper's heads
-    iterations: PositiveInt = 12  # maximum K
+    iterations: PositiveInt = 12  # maximum number of iterations
     norms: list[PositiveFloat] = Field([0.1, 1, 3], min_length=1)  # ‖S‖₂, as in trained layers
     conditions: list[Condition] = Field([1, 10, 100, 1e4], min_length=1)  # cond(M)
 
@@ -63,10 +63,10 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each combination of algorithm, S and K. In a model's layer, each image and head has its own rows.
+    """Returns a row for each algorithm, S and number of iterations. In a layer, each image and head has its own rows.
 
-    `m` is (..., N, 2d_v), `condition` is cond(M), of shape (...), and each S of `skews` is (..., N, N). The leading
-    dimensions are (images, h) for a model's layer, and () for a random M. `counts` holds the values of K, in rising order.
+    `m` is (..., N, 2d_v), `condition` is cond(M), of shape (...), and each S of `skews` is (..., N, N). Leading dimensions
+    are (images, h) for a model's layer, and () for a random M. `counts` holds the numbers of iterations, in rising order.
     """
     rows = []
     for iteration, bases in _bases(m, counts[-1]).items():
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Plots the error at the ‖S‖₂ nearest to 1 (selected cond(M)) and the largest ratio error / bound, both against K."""
+    """Plots the error for some cond(M) at the ‖S‖₂ nearest to 1, and the largest error / bound, against the iterations."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

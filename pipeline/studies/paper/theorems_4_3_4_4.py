@@ -83,7 +83,7 @@ def conditions(x: Tensor, weights: tuple[Tensor, ...], alpha: float, method: Met
 
 
 def first_term(x: Tensor, weights: tuple[Tensor, ...], scale: float, **method) -> Tensor:
-    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V held fixed. Computing J − J₂ is less accurate."""
+    """Returns J₁ of Eq. 13, (N·d, N·d): the Jacobian of `head` with X W^V fixed. We avoid J − J₂, which is less accurate."""
     w_query, w_key, w_value, w_out = weights
     value = x @ w_value
 

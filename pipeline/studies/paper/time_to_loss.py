@@ -22,8 +22,8 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each OSA model and baseline, with ratios of seconds on each machine.
 
-    The claim limits the ratio of epochs. `keeps` is the smallest limit for which our runs would reproduce the claim. A ratio
-    of seconds is NaN unless both models were timed on the machine.
+    Each claim sets an upper limit on the ratio of epochs. `keeps` is the smallest limit for which our runs would reproduce
+    the claim. A ratio of seconds is NaN unless both models were timed on the machine.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
@@ -43,7 +43,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, dict[str, float]]:
     """Returns the seconds of each model's training step, by machine, CPUs first.
 
-    On a CPU, the times are for trained weights if the table has them, else for initial weights. On a GPU, initial weights.
+    On a GPU, the weights are initial. On a CPU, the weights are trained if the table has times for trained weights.
     """
     timed = []
     for path in measured("step.csv"):

@@ -24,7 +24,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
 FAILING = (0.0, 0.1)  # assumed probabilities that a run fails, that is, does not start to learn
-# Mean and standard deviation of a failing run's accuracy (or minus log epochs). The second model's true mean counts as 0.
+# Mean and standard deviation of a failing run's accuracy (or minus log epochs), where the second model's true mean is 0.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns how often the verdict is "reproduced": the error rate if the true difference is the limit, else the power."""
+    """Returns rates of "reproduced": error rates if the true difference equals the limit, power if it equals the paper's."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

@@ -95,7 +95,7 @@ def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
     Heads stay whole if they keep more than a quarter of the multiprocessors busy. Half of an H100's multiprocessors
-    read memory at nearly full speed, so a quarter of them read at half speed or more: dividing these heads gains at most 2 ×.
+    read memory at nearly full speed, so a quarter of them read at half speed or more. Dividing them gains at most 2 ×.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program

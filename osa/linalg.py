@@ -49,8 +49,8 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis B = M R⁻¹ with RᵀR = MᵀM, from two Cholesky decompositions, batched and without synchronisation.
 
-    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: the Q of Householder
-    QR, too, is the exact Q of M plus an error of this size (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps
+    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: Householder QR, too,
+    computes the Q of a matrix that differs from M as much (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps
     the first decomposition from failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). Uses float64.
 
     Args:

@@ -88,7 +88,7 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
     """Computes A V in the first way that is accurate: from MᵀM, from the Gram matrix of `balanced(m)`, or with a basis.
 
-    If N < 2d, uses S (smaller than MᵀM) unless Q Kᵀ and K Qᵀ nearly cancel. On GPUs and in traces, uses only `_by_cholesky`.
+    If N < 2d, uses S (smaller than MᵀM) unless Q Kᵀ and K Qᵀ nearly cancel. On GPUs or when traced, `_by_cholesky`.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):

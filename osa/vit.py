@@ -199,7 +199,7 @@ class VisionTransformer(nn.Module):
 
     def reset_classifier(self, num_classes: int) -> None:
         """Gives the model a new head with Xavier weights, or none for 0 classes. The device and the dtype stay the same."""
-        token = self.cls_token  # adapters may replace layers, but not this parameter
+        token = self.cls_token  # gives device and dtype, as adapters may replace any layer but not this parameter
         self.head = nn.Identity()
         if num_classes:
             self.head = nn.Linear(self.num_features, num_classes, device=token.device, dtype=token.dtype)

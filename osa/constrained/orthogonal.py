@@ -26,7 +26,7 @@ ORTHONORMAL = 1e-4
 
 
 def _in_float32(rotation: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Decorates a map: casts bfloat16 and float16 inputs to float32, disables TF32, and rounds the result to X's dtype."""
+    """Decorates a map: casts bfloat16 and float16 inputs to float32, disables TF32, and rounds the result to x.dtype."""
 
     @wraps(rotation)
     def rounded(x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def cost(call: Callable[[], object], device: torch.device) -> Cost:
     events = profiler.kineto_results.events()
     changes = (event.nbytes() for event in events if event.name() == "[memory]")  # in chronological order
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else max(itertools.accumulate(changes, initial=0))
-    if any(event.name().startswith("osa::") for event in events):  # kernels hide their products from the profiler
+    if any(event.name().startswith("osa::") for event in events):  # the profiler sees no product inside our kernels
         with _one_thread(), mock.patch.object(runtime, "KERNELS", {}), profile(record_shapes=True) as profiler:
             call()
         events = profiler.kineto_results.events()
@@ -174,7 +174,7 @@ ROUTINES: dict[str, Callable[[Shapes], int]] = {
     "aten::linalg_lu_factor_ex": lambda shapes: round(math.prod(shapes[0]) * shapes[0][-1] / 3),  # Golub & Van Loan 3.2
     "aten::linalg_lu_solve": lambda shapes: math.prod(shapes[2]) * shapes[0][-1],  # two triangular solves
     "aten::linalg_qr": lambda shapes: qr(shapes[0]),
-    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # n/2 per entry of the result
+    "aten::linalg_solve_triangular": lambda shapes: math.prod(shapes[1]) * shapes[0][-1] // 2,  # n/2 multiply-adds per entry
     "aten::linalg_svd": lambda shapes: svd(shapes[0]),
 }
 for _kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):

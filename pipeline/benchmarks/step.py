@@ -40,8 +40,8 @@ EXACT = "osa_exact"  # our model, which is not in the paper
 COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]  # columns that identify a row; `weights` is INITIALISED or TRAINED
 Key = tuple[str, str, str]
-PEAK: Key = "product", "", ""  # key of the matrix product that shows the machine's speed
-PEAK_SIZE = 2048  # n for the product of two n×n matrices that shows the machine's speed
+PEAK: Key = "product", "", ""  # key of the matrix product that measures the machine's speed
+PEAK_SIZE = 2048  # the product is of two n×n matrices; this is n
 
 StepCall = Callable[[], object]
 

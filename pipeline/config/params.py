@@ -388,7 +388,7 @@ def load(path: str | Path = "params.yaml") -> Params:
 def with_library(raw: Any) -> Any:
     """Adds the models of osa.MODELS and the labels of paper.yaml to the content of params.yaml, which takes precedence."""
     if not isinstance(raw, dict):
-        return raw  # `validate` then reports the wrong type
+        return raw  # `validate` then raises an error
     raw = {"labels": {}} | raw
     library = {"variants": MODELS, "labels": read_yaml(ROOT / "pipeline/paper.yaml")["labels"]}
     return raw | {key: known | raw[key] for key, known in library.items() if isinstance(raw.get(key), dict)}

@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """Claims that the ratio of two models' epochs to a target train loss (first / second) is below `at_most_factor`.
+    """Claims that the first model needs less than `at_most_factor` times the second's epochs to reach a target train loss.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.

@@ -84,7 +84,8 @@ class Verdict:
 def judge(first: Values, second: Values, *, limit: float = 0.0, side: str = "above", power: float = math.nan) -> Verdict:
     """Judges the claim that the difference of two models, first − second, lies "above" or "below" `limit`.
 
-    Each sample has one value per independent run. `power` is the test's power at the paper's effect, from `power_of_ranks`.
+    Each sample has one value per independent run. `power` is the power of the test if the true difference is the
+    paper's (see `power_of_ranks`).
     """
     n = min(len(first), len(second))
     if n == 0:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 class Lab:
     """Gives a study its models and runs.
 
-    pipeline/paper.yaml lists interpretations of the paper. The lab follows one. params.yaml chooses only the image data.
+    pipeline/paper.yaml lists interpretations of the paper. A lab follows the one in `reading`. params.yaml chooses only
+    the image data.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:

@@ -28,7 +28,7 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 KEPT_SETTINGS = (*ENVIRONMENT, URI_VARIABLE, "MLFLOW_EXPERIMENT_NAME", "MLFLOW_SERVER_CORS_ALLOWED_ORIGINS")
 KEPT_SETTINGS += ("MLFLOW_MYSQL_", "MLFLOW_SQLALCHEMYSTORE_", "MLFLOW_S3_")  # to connect to databases and artifact stores
 ARTIFACTS = "mlartifacts"
-LOCATIONS = {  # columns of MLflow's tables that hold addresses of artifacts
+LOCATIONS = {  # columns of MLflow's tables that hold URIs of artifacts
     "experiments": ("artifact_location",),
     "runs": ("artifact_uri",),
     "logged_models": ("artifact_location",),

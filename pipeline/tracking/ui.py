@@ -52,7 +52,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
-    """Prints the addresses of the models and their curves. Then syncs whenever a record changes, until the server ends."""
+    """Prints the URLs of the models and of their curves. Then syncs whenever a record changes, until the server ends."""
     from pipeline.tracking import sync, trainings  # slow to import; the server starts meanwhile
 
     opened = store.connect()

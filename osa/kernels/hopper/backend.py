@@ -94,8 +94,8 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Heads stay whole if they keep more than a quarter of the multiprocessors busy. Half of an H100's multiprocessors
-    read memory at nearly full speed, so a quarter of them read at half speed or more. Dividing them gains at most 2 ×.
+    Heads stay whole if they keep more than a quarter of the multiprocessors busy. An H100 with half of them
+    busy reads memory at nearly full speed, so dividing such heads would make reading at most about twice as fast.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program

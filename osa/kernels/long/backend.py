@@ -217,7 +217,7 @@ def _launch(
 ) -> None:
     """Launches programs for each head: one per tile of rows or, if `parts` is given, one per block of columns in each part.
 
-    The first three of `tensors` are query, key, and a tensor with as many columns as value.
+    The first three of `tensors` are query, key, and a tensor with as many columns as `value`.
     """
     query, _, value, *_ = tensors
     batch, heads, tokens, width = query.shape

@@ -9,7 +9,7 @@ where mixing.py defines L, and computes T and A₁ to A₄ below. Let E be the g
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
 If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which gives
-the same result. If the registers cannot hold a basis, ALL_ROWS is 0, and the result is NaN instead.
+the same result. If the registers cannot hold this basis, ALL_ROWS is 0, and the result is NaN in this case.
 """
 
 import triton

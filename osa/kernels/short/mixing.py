@@ -65,7 +65,7 @@ def _projector(gram, grams, ITERATIONS: tl.constexpr):
 
 @triton.jit(noinline=True)
 def _projector_gradients(grad, grams, ITERATIONS: tl.constexpr):
-    """Replaces the gradient of G_K, which is symmetric, with the gradient of G_0.
+    """Replaces the symmetric gradient of G_K with the gradient of G_0.
 
     Each iteration turns E, the gradient of G_{k+1}, into the gradient of G = G_k, as in `_NewtonSchulzGram` of
     osa/linalg.py: E ← R + Rᵀ with R = ¼ (Y + ½ Yᵀ) G + 9/8 E and Y = E G − 4 E.

@@ -77,7 +77,7 @@ def tokens(watched: pd.DataFrame) -> list[dict]:
     """Returns a row for each model. The row describes the tokens after the last block.
 
     n              number of runs
-    cosine, rank   [before, after] training: mean cosine of two tokens, and effective rank, averaged over runs
+    cosine, rank   [before training, after it]: mean cosine of two tokens, and effective rank, averaged over runs
     """
     last = watched[watched["block"] == watched.groupby(["name", "seed"])["block"].transform("max")]
     runs = last.sort_values("epoch").groupby(["name", "seed"], sort=False)[["cosine", "rank"]]

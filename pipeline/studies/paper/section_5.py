@@ -41,7 +41,7 @@ MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
 WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # largest range drawn: accuracy difference in points, and ratio of epochs
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # `epoch_ratios` uses the second model's lowest train loss up to each fraction of training
+FRACTIONS = np.arange(1, 39) / 40  # of training: `epoch_ratios` takes as targets the second model's lowest losses up to here
 
 
 def results_of(lab: Lab) -> Results:

@@ -2,7 +2,7 @@
 
 The proof needs a B whose singular values σᵢ are at most 1. Newton–Schulz (Eq. 9) gives such a B. Do the bounds hold with
 Polar Express, whose σᵢ exceed 1 before they converge? And how orthogonal is A in a model? We vary the number of iterations,
-cond(M) and ‖S‖₂ for random M = [Q, K]. We also measure layers of initialised models, each with its number of iterations.
+cond(M) and ‖S‖₂ for random M = [Q, K]. We also measure layers of initialised models, with their own numbers of iterations.
 """
 
 import itertools

@@ -94,7 +94,6 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Compares the paper's accuracies with ours, for models in the paper for which we have a prediction interval.
 
     models   number of models
-    inside   number of models whose accuracy in the paper lies inside our prediction interval
     below    number of models whose mean accuracy in our runs lies below the paper's
     p        two-sided p-value (Stouffer's method) of the hypothesis that the paper's accuracies are distributed like ours
     widest   width of the widest prediction interval
@@ -105,7 +104,6 @@ def against_paper(rows: list[dict[str, Any]]) -> dict[str, Any]:
     above = combine_pvalues(p, "stouffer").pvalue if p else math.nan
     return {
         "models": len(judged),
-        "inside": sum(row["is_within"] for row in judged),
         "below": sum(row["difference"] < 0 for row in judged),
         "p": float(2 * min(above, 1 - above)),
         "widest": max(widths, default=None),

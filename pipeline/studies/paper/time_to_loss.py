@@ -9,7 +9,6 @@ import math
 from pipeline.benchmarks.measurements import OURS, TRAINED, measured
 from pipeline.core import files, provenance
 from pipeline.statistics.claims import NOTHING, Speed, read_claim
-from pipeline.statistics.verdicts import Verdict
 from pipeline.studies import Study, Tables
 from pipeline.studies.lab import Lab
 from pipeline.studies.paper import CLAIMS_FILE
@@ -22,8 +21,7 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
     """Returns a row for each OSA model and baseline, with ratios of seconds on each machine.
 
-    Each claim sets an upper limit on the ratio of epochs. `keeps` is the smallest limit for which our runs would reproduce
-    the claim. A ratio of seconds is NaN unless both models were timed on the machine.
+    A ratio of seconds is NaN unless both models were timed on the machine.
     """
     results, machines, rows = results_of(lab), step_seconds(), []
     claims = [read_claim(CLAIMS_FILE, name, Speed) for name in SPEED]
@@ -36,7 +34,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
                 step = times.get(model, math.nan) / times.get(second, math.nan)
                 ratio = {"estimate": step * epochs.estimate, "low": step * epochs.low, "high": step * epochs.high}
                 seconds.append({"step": step} | ratio)
-            rows.append({"models": [model, second], "epochs": epochs, "keeps": least_limit(epochs), "seconds": seconds})
+            rows.append({"models": [model, second], "epochs": epochs, "seconds": seconds})
     return {"machines": [*machines], "rows": rows}
 
 
@@ -55,11 +53,6 @@ def step_seconds() -> dict[str, dict[str, float]]:
         table = files.read_csv(path)
         timed.append((gpu_of(table), table))
     return {provenance.short_name(machine): table.set_index("model")["seconds"].to_dict() for machine, table in timed}
-
-
-def least_limit(verdict: Verdict) -> float:
-    """Returns the smallest limit, to two decimals, for which the verdict would be "reproduced"."""
-    return math.floor(100 * verdict.bound + 1) / 100 if math.isfinite(verdict.bound) else math.inf
 
 
 STUDY = Study(summarise=summarise)

@@ -160,7 +160,7 @@ def results() -> dict[str, bytes]:
 def habits() -> list[str]:
     """The commands that docs/exploring.md has for who knows DVC."""
     page = (ROOT / "docs/exploring.md").read_text(encoding="utf-8")
-    lines = re.search(r"^## DVC by habit\n\n```sh\n(.*?)```", page, re.MULTILINE | re.DOTALL)[1].splitlines()
+    lines = re.search(r"^## Everyday DVC\n\n```sh\n(.*?)```", page, re.MULTILINE | re.DOTALL)[1].splitlines()
     lines = [line for line in lines if line.startswith("dvc ")]
     assert len(lines) == 5
     return lines

@@ -33,8 +33,8 @@ KAPPAS = ("head_kappa", "layer_kappa")
 DRAWN = {  # name of a run → the label of its line in the figure
     "osa_watched": "free",
     "osa_kept": "every head kept",
-    "osa_joint": "V and O drawn together",
-    "osa_joint_kept": "drawn together and kept",
+    "osa_joint": "initialised jointly",
+    "osa_joint_kept": "joint and kept",
 }
 
 

@@ -165,9 +165,10 @@ def test_ones_own_images_are_trained_on(tmp_path, monkeypatch):
 def test_the_page_on_depth_has_the_numbers_of_its_study():
     page = PAGES[ROOT / "docs/depth.md"]
     study = files.read_json(ROOT / "paper_outputs/numbers/research/isometry.json")
-    for draw, label in {"suo": "independent", "isometric": "isometric"}.items():
+    link = "[one matrix](#the-remedy-initialise-both-layers-from-one-matrix)"
+    for draw, label in {"suo": "independent", "isometric": f"from {link}"}.items():
         spreads = [f"{row['sd']:.2f}" for row in study["rows"] if row["draw"] == draw and row["depth"] >= 36]
-        assert len(spreads) == 3 and f"| {label} draws, measured | {' | '.join(spreads)} |" in page
+        assert len(spreads) == 3 and f"| W₁ and W₂ {label}, measured | {' | '.join(spreads)} |" in page
     for model, label in {"osa_shaped": "OSA (shaped), independent", "osa_iso": "OSA, isometric"}.items():
         (cells,) = (line.split(" | ")[1:] for line in page.splitlines() if line.startswith(f"| {label} |"))
         least = [f"{min(row['gradient']):,.0f}" for row in study["gradients"] if row["model"] == model]

@@ -13,7 +13,17 @@ from pipeline.data import idx
 from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # other published data sets have 60,000
-SECONDS = {"check": 3, "fetch": 10, "evaluate": 30, "tables": 5, "report": 30}  # seconds per stage, on one thread
+SECONDS = {  # CPU seconds of slow stages, by group or study, measured on one thread of an AMD EPYC
+    "complexity": 230,
+    "evaluate": 100,
+    "isometry": 100,
+    "long_sequences": 25,
+    "signals": 190,
+    "theorems_4_3_4_4": 35,
+    "trainability": 190,
+    "transduction": 1400,
+    "verdicts": 35,
+}
 OTHER_SECONDS = 5
 
 

@@ -169,12 +169,13 @@ def test_the_page_on_depth_has_the_numbers_of_its_study():
     for draw, label in {"suo": "independent", "isometric": f"from {link}"}.items():
         spreads = [f"{row['sd']:.2f}" for row in study["rows"] if row["draw"] == draw and row["depth"] >= 36]
         assert len(spreads) == 3 and f"| W₁ and W₂ {label}, measured | {' | '.join(spreads)} |" in page
-    for model, label in {"osa_shaped": "OSA (shaped), independent", "osa_iso": "OSA, isometric"}.items():
+    labels = {"osa_shaped": "OSA (shaped): W₁ and W₂ independent", "osa_iso": "OSA (isometric): W₁ and W₂ from one matrix"}
+    for model, label in labels.items():
         (cells,) = (line.split(" | ")[1:] for line in page.splitlines() if line.startswith(f"| {label} |"))
         least = [f"{min(row['gradient']):,.0f}" for row in study["gradients"] if row["model"] == model]
         assert all(cell.startswith(f"{number} to ") for cell, number in zip(cells, least, strict=True) if "⁵" not in cell)
     slope = study["slopes"]["suo"]["depth"]
-    power = f"{slope['mean']:.2f} on average ({slope['min']:.2f} to {slope['max']:.2f}, by width)"
+    power = f"{slope['mean']:.2f} on average ({slope['min']:.2f} at width 16 to {slope['max']:.2f} at width 128)"
     assert f"to the power {power}" in " ".join(page.split())
 
 

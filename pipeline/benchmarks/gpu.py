@@ -44,7 +44,7 @@ TINY_MODEL: dict[str, Any] = {"depth": 1, "patch_size": 14}
 MODELS = ("vit", "vit_noskip", "vit_noskip_nonorm", "osa_qr", "osa_ns", "osa_exact")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, SINGLE = torch.bfloat16, torch.float32
-# Values of ‖S‖₂. In the paper's trained models, a block's median over heads is 0.6 to 1.7. In an untrained ViT-B/16 it is 6.
+# Values of ‖S‖₂. In the paper's trained models, a block's median over heads is 0.7 to 1.7. In an untrained ViT-B/16 it is 6.
 NORMS = (2.0, 6.0, 40.0)
 TINY_NORMS = NORMS[:2]  # Triton's interpreter is slow at a norm of 40
 Rows = Iterator[dict]

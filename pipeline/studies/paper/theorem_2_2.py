@@ -125,13 +125,21 @@ def _spectrum_summary(values: Tensor, first: Tensor) -> dict[str, float]:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns the largest change of an eigenvalue, and the tokens' mean effective rank before and after softmax layers."""
+    """Returns the largest change of an eigenvalue, and the tokens' mean effective rank before and after softmax layers.
+
+    For Newton–Schulz, returns the largest change with each α, for an image's tokens.
+    """
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
+    stacks = orthogonal_stacks(settings).items()
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()
     return {
         "float64": worst_case(summary.loc[summary["method"].isin(ORTHOGONAL_METHODS), "change"], TOLERANCE),
-        "newton_schulz": summary.loc[summary["method"] == "newton_schulz", "change"].max(),
+        "newton_schulz": [
+            {"alpha": alpha, "change": images.loc[images["stack"] == stack, "change"].max()}
+            for stack, (method, alpha) in stacks
+            if method == "newton_schulz"
+        ],
         "layers": settings.depths[-1],
         "rank": {
             "first": images.loc[images["depth"] == 0, "effective_rank"].mean(),

@@ -137,7 +137,7 @@ def test_a_claim_about_ablations_is_shown_once_its_runs_are_there_by_the_reading
     assert attention_or_initialisation.four_cells(ablations.results_of_ablations(paper_lab))["is_trained"]
     template = page.template_environment(paper_lab.label).get_template("research/ablations.md.j2")
     compute = {"table_2": {"machines": {"a": []}}, "ablations": {"machines": {"a": ["osa_cayley"], "b": ["vit"]}}}
-    text = template.render(ablations=page.to_json(summary), level=LEVEL, compute=compute)
+    text = template.render(ablations=page.to_json(summary), level=LEVEL, compute=compute, paper=paper_lab.paper)
     assert "Table 2 was trained on a, these runs on a and b" in text
     assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 16 and "α from zero" in text
 

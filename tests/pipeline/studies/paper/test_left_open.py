@@ -139,7 +139,7 @@ def test_a_claim_about_ablations_is_shown_once_its_runs_are_there_by_the_reading
     compute = {"table_2": {"machines": {"a": []}}, "ablations": {"machines": {"a": ["osa_cayley"], "b": ["vit"]}}}
     text = template.render(ablations=page.to_json(summary), level=LEVEL, compute=compute, paper=paper_lab.paper)
     assert "Table 2 was trained on a, these runs on a and b" in text
-    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1)" in text and text.count("\n| ") == 16 and "α from zero" in text
+    assert "OSA (QR), learning rate 0.001 (90.0 ± 0.1, n = 3)" in text and text.count("\n| ") == 16 and "α from zero" in text
 
 
 def test_baselines_by_another_reading_are_none(paper_lab):

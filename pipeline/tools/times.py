@@ -13,9 +13,11 @@ from pipeline.data import idx
 from pipeline.training.run import Run
 
 TRAIN_IMAGES = {"sample": 4_000, "cifar10": 50_000}  # other published data sets have 60,000
-SECONDS = {  # CPU seconds of slow stages, by group or study, measured on one thread of an AMD EPYC
+SECONDS = {  # of stages, by group or study; those of 25 s and more were measured on one thread of an AMD EPYC
+    "check": 3,
     "complexity": 230,
     "evaluate": 100,
+    "fetch": 10,
     "isometry": 100,
     "long_sequences": 25,
     "signals": 190,

@@ -2,7 +2,7 @@
 
 Each ablation changes one thing: the learning rate, one of four details of the recipe, the map from S to A, skip connections
 and LN together, or the initial α. We compare ablations with Table 2's runs or with each other. Before the first run, we
-fixed the claims and wrote down what we expect. The report shows a claim once all runs of the claim have ended.
+fixed the claims and wrote down what we expect. The research page shows a claim once all its runs have ended.
 """
 
 from typing import Any

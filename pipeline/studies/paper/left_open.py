@@ -15,7 +15,8 @@ MARGIN = 1.0  # a change of more than this many percentage points would matter t
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns `changes` (name → row), `tried` (key of params.yaml → rows), and `matter` (the rows of choices that matter).
 
-    Also returns two counts: `topics` (details that the paper leaves open) and `choices` (pairs of a model and a choice, with a run).
+    Also returns two counts: `topics` (details that the paper leaves open) and `choices` (pairs of a model and a choice that
+    have a run).
     """
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}

@@ -77,13 +77,13 @@ def orthogonal_attention(
     large component, or if there are outliers. "exact" and "cayley" then replace M with M T, where the matrix T leaves S
     unchanged (see `osa.linalg.balanced`), or use the basis of "qr" in float64. "newton_schulz" computes in float64.
 
-    On a GPU, and under torch.export, torch.jit.trace and function transforms, the values of tensors are not read. "exact"
-    and "cayley" then use M R⁻¹, where R is a Cholesky factor of MᵀM. In traces and transforms on the CPU, all methods
-    except "qr" and "qr_literal" compute in float64. CUDA kernels for widths up to 16 are different: for up to 64 tokens,
-    they choose between M T and a basis, and for 65 to 256 tokens, they use M T, or return NaN. Kernels for more tokens or
-    larger widths choose between M T and M R⁻¹. Where values are not read, exp(S) is also NaN if ‖S‖_F exceeds 69,000, or
-    23,000 in a kernel. On CUDA, all products of float32 inputs are computed in full float32, even if the program allows
-    TF32. The exceptions are torch.compile and the backward pass of "qr_literal".
+    On a GPU, and under torch.export, torch.jit.trace and function transforms, no branch on the host depends on tensor
+    values. "exact" and "cayley" then use M R⁻¹, where R is a Cholesky factor of MᵀM. In traces and transforms on the CPU,
+    all methods except "qr" and "qr_literal" compute in float64. CUDA kernels for widths up to 16 are different: for up to 64
+    tokens, they choose between M T and a basis, and for 65 to 256 tokens, they use M T, or return NaN. Kernels for more
+    tokens or larger widths choose between M T and M R⁻¹. On GPUs, in traces and in transforms, exp(S) is also NaN if ‖S‖_F
+    exceeds 69,000, or 23,000 in a kernel. On CUDA, all products of float32 inputs are computed in full float32, even if the
+    program allows TF32. The exceptions are torch.compile and the backward pass of "qr_literal".
 
     Args:
         query: (..., N, d).

@@ -319,7 +319,7 @@ def torch_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> N
 
 
 def lecun_linear_(linear: nn.Linear, *, generator: Generator | None = None) -> None:
-    """Draws a weight of variance 1/fan_in from a normal distribution truncated at 2σ, Flax's default. The bias is zero."""
+    """Draws a weight of variance 1/fan_in from a normal distribution truncated at 2σ, as Flax does. The bias is zero."""
     truncated_normal_(linear.weight, 1 / (TRUNCATED_STD * math.sqrt(linear.in_features)), generator=generator)
     nn.init.zeros_(linear.bias)
 

@@ -118,7 +118,7 @@ def register_with_transformers(
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: the method is unknown, α is not finite, or the name is not a word or is taken by another attention.
+        ValueError: the method is unknown, α is not finite, or the name is not a word or names another attention function.
 
     Example:
         >>> register_with_transformers("osa")  # doctest: +SKIP
@@ -274,7 +274,7 @@ def _check_saved(config: Any, name: str, settings: dict[str, Any]) -> None:
 
 
 def _plain(method: Method, num_iterations: int | None, epsilon: float) -> MethodOptions:
-    """Checks the options of a method, and converts numbers to Python's int and float, which JSON can write."""
+    """Checks the options of a method, and converts numbers to Python's int and float, which can be saved as JSON."""
     check_method(method, num_iterations, epsilon)
     iterations = None if num_iterations is None else int(num_iterations)
     return {"method": method, "num_iterations": iterations, "epsilon": float(epsilon)}

@@ -23,7 +23,7 @@ POLAR_EXPRESS = (
 
 # Maximum spectral radius ρ for which Z need not be halved: the terms of the series stay below 4⁴/4! = 11, and hardly cancel
 _SERIES_RADIUS = 4.0
-_MAX_DOUBLINGS = 14  # number of times `phi1_times` halves Z on a GPU or in a trace, where the spectral radius is unknown
+_MAX_DOUBLINGS = 14  # number of times `plain_phi1_times` halves Z where ρ is unknown, e.g. on a GPU or during tracing
 _MAX_RADIUS = 3 * 2.0**_MAX_DOUBLINGS  # maximum spectral radius for which 14 halvings of Z are enough: 49,152
 # Maximum `imbalance` of Z for which A = exp(S) is orthogonal up to an error of about 100 eps max(1, ‖S‖₂)
 IMBALANCE = 128.0
@@ -49,8 +49,8 @@ def qr_basis(m: Tensor) -> Tensor:
 def cholesky_qr_basis(m: Tensor) -> Tensor:
     """Orthonormal basis B = M R⁻¹ with RᵀR = MᵀM, from two Cholesky decompositions, batched and without synchronisation.
 
-    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: Householder QR, too,
-    computes the Q of a matrix that differs from M as much (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps
+    First, eps ‖M‖_F times the N×n identity is added to M, to give M full rank. This costs no accuracy: Householder QR
+    has a backward error of about the same size (Higham 2002, Theorem 19.4). Adding a multiple of I to MᵀM keeps
     the first decomposition from failing. The second removes the remaining error BᵀB − I (Fukaya et al. 2020). Uses float64.
 
     Args:
@@ -145,8 +145,8 @@ def phi1_times(z: Tensor, y: Tensor) -> Tensor:
     radius ρ of Z. If Z is [S] = BᵀSB or scale · J MᵀM, ρ equals ‖S‖₂.
 
     If ρ > 4, Z is halved s times, until ρ ≤ 1, and doubled again in s steps: φ₁(2Z) Y = φ₁(Z) Y + ½ (e^Z − I) φ₁(Z) Y
-    with e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). In plain torch on a GPU or in a trace, s is 14,
-    and the result is NaN unless the bound 2ρ² ≤ Σ|λ|² = −tr Z² guarantees ρ ≤ 49,152.
+    with e^{2Z} − I = 2 (e^Z − I) + (e^Z − I)² (Higham 2008, Section 10.7.4). Without a kernel, s is 14 on a GPU or during
+    tracing, and the result is NaN unless the bound 2ρ² ≤ Σ|λ|² = −tr Z² guarantees ρ ≤ 49,152.
 
     Args:
         z: (..., n, n) with purely imaginary spectrum, float32 or float64.
@@ -180,7 +180,7 @@ def plain_phi1_times(z: Tensor, y: Tensor) -> Tensor:
 
 
 def resolvent_times(z: Tensor, y: Tensor) -> Tensor:
-    """(I − Z/2)⁻¹ Y, which gives the Cayley transform: (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
+    """(I − Z/2)⁻¹ Y, for the Cayley transform (I − S/2)⁻¹ (I + S/2) = I + S (I − S/2)⁻¹.
 
     Solves by LU decomposition of W = I − Z/2. On CUDA, LU decomposition of a batch would synchronise with the host, so the
     Cholesky decomposition of WᵀW replaces it, in float64 because the condition number of WᵀW is the square of W's.
@@ -218,7 +218,7 @@ def imbalance(z: Tensor, spectrum: Tensor | None = None) -> Tensor:
     """(‖Z‖_F² − Σ|λ|²) / c of each Z with imaginary spectrum, (b, n, n) → (b, 1, 1), with c = (Σ|λ|²)^½ clamped to [1, 64].
 
     The numerator is the squared departure of Z from normality (Henrici 1962), and eps times the numerator is about the error
-    that φ₁(Z) causes in exp(S). Dividing by c makes this error relative to ‖S‖_F = (Σ|λ|²)^½. For ‖S‖_F > 64, the
+    in exp(S) due to rounding in φ₁(Z). Dividing by c makes this error relative to ‖S‖_F = (Σ|λ|²)^½. For ‖S‖_F > 64, the
     error that a non-normal Z causes in exp(S) grows faster than ‖S‖_F, so c is at most 64. `spectrum` is Σ|λ|², if known.
     """
     spectrum = square_moduli(z) if spectrum is None else spectrum
@@ -234,7 +234,7 @@ def square_moduli(z: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gram_factor(gram: Tensor) -> Tensor:
-    """Upper triangular R (b, 2d, 2d). M R⁻¹ has nearly orthonormal columns; if M is rank-deficient, some are shorter than 1.
+    """Upper triangular R (b, 2d, 2d). M R⁻¹ has nearly orthonormal columns, but some have norm < 1 if M is rank-deficient.
 
     R is the Cholesky factor, RᵀR = MᵀM + δI, with δ slightly larger than the rounding error of `gram` = MᵀM.
     """
@@ -290,8 +290,8 @@ def identity_like(x: Tensor) -> Tensor:
 def _spectral_radius(square: Tensor) -> float:
     """Returns an upper bound on the spectral radii ρ of all Z in the batch, given Z².
 
-    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The term in eps covers the rounding error of the trace. A matrix
-    with NaN or an overflow has no correct result at any radius, so its ρ is taken to be `_SERIES_RADIUS`.
+    Eigenvalues come in pairs ±iλ, so ½ tr(Z⁴) = Σ λ⁴ ≥ ρ⁴. The term in eps covers the rounding error of the trace. If Z⁴ is
+    NaN or overflows, `phi1_times` fails with any bound, so the bound is `_SERIES_RADIUS`.
     """
     eps = square.shape[-1] * torch.finfo(square.dtype).eps
     fourth = (square * square.mT).sum((-2, -1)).clamp(min=0) / 2 + eps * square.square().sum((-2, -1))

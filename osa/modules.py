@@ -464,7 +464,7 @@ class Block(nn.Module):
         return self.join(y, self.mlp(self.norm2(y)))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
-        """Adds a sublayer's input x to its output y as the skip connection does. Without skips, returns y."""
+        """Applies the skip connection to a sublayer's input x and output y. Without skips, returns y."""
         if not self.skip:
             return y
         return x + y if self.shortcut is None else self.shortcut * x + math.sqrt(1 - self.shortcut**2) * y

@@ -212,7 +212,7 @@ def _check_link(path: Path) -> None:
 
 
 def _check_file(file: Path) -> None:
-    """Raises FileNotFoundError or ValueError unless the path is a file that is not a Git LFS pointer."""
+    """Raises FileNotFoundError if the path is missing, and ValueError if it is not a file or is a Git LFS pointer."""
     _check_link(file)
     if not file.exists():
         raise FileNotFoundError(f"{file}, which osa.save_pretrained writes, is missing{_remedy(file.parent)}")
@@ -265,7 +265,7 @@ def _remedy(folder: Path) -> str:
     if str(folder) in MODELS:
         return f": pass the path of a saved model, or use osa.create_model({str(folder)!r}) for a new one"
     if not folder.exists():
-        if folder.is_absolute() or len(folder.parts) != 2:  # owner/name may be a model on the Hub
+        if folder.is_absolute() or len(folder.parts) != 2:  # not owner/name, as models on the Hub are named
             return ""
         return f"; if it is on the Hub, pass what huggingface_hub.snapshot_download({str(folder)!r}) returns"
     files = sorted(file.name for file in folder.glob("*.safetensors"))

@@ -86,9 +86,10 @@ def _by_basis(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, sca
 
 
 def _by_any_gram(function: PhiTimes, query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
-    """Computes A V in the first way that is accurate: from MᵀM, from the Gram matrix of `balanced(m)`, or with a basis.
+    """Computes A V from MᵀM, or from the Gram matrix of `balanced(m)` if MᵀM is not accurate, or else with a basis.
 
-    If N < 2d, uses S (smaller than MᵀM) unless Q Kᵀ and K Qᵀ nearly cancel. On GPUs or when traced, `_by_cholesky`.
+    If N < 2d, it uses S (smaller than MᵀM) instead, unless Q Kᵀ and K Qᵀ nearly cancel. If m is not readable
+    (on GPUs, in traces and in transforms), it always calls `_by_cholesky`.
     """
     m = torch.cat([query, key], dim=-1)  # (b, N, 2d)
     if not is_readable(m):
@@ -122,9 +123,9 @@ def _mixing(function: PhiTimes, gram: Tensor, products: Tensor, scale: Tensor) -
 def _by_cholesky(function: PhiTimes, m: Tensor, value: Tensor, scale: Tensor, limit: float = math.inf) -> Tensor:
     """Computes A V with M R⁻¹, whose columns are nearly orthonormal, in place of M. Returns NaN where precision is lost.
 
-    A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹ for every invertible R, so derivatives of every order
-    may treat R as a constant. With R from `gram_factor`, the error is at most about eps · scale · ‖M‖_F². For ONNX,
-    which has no Cholesky decomposition, R is I.
+    For every invertible R, A V = V + scale · M R⁻¹ f(Z) R J MᵀV with Z = scale · R J MᵀM R⁻¹. Since A V does not depend on
+    R, derivatives of every order may treat R as a constant. With R from `gram_factor`, the error is at most about
+    eps · scale · ‖M‖_F². For ONNX, which has no Cholesky decomposition, R is I.
     """
     m = balanced(m)
     if goes_to_onnx():
@@ -242,7 +243,7 @@ def _by_differentiable_basis(m: Tensor, v: Tensor, function: PhiTimes) -> Tensor
 
 
 def _moved(function: PhiTimes, skew: Tensor, w: Tensor) -> Tensor:
-    """Returns A W − W = [S] f([S]) W, multiplied in the more accurate order."""
+    """Returns A W − W, as [S] (f([S]) W) if [S] is small, else as f([S]) ([S] W), which is more accurate if [S] is large."""
     return torch.bmm(skew, function(skew, w)) if _is_small(skew) else function(skew, torch.bmm(skew, w))
 
 

@@ -56,7 +56,7 @@ def goes_to_onnx() -> bool:
 
 
 def known(size: int) -> int:
-    """Returns the size as an int. In a trace, `len` makes a symbolic size a constant, so each size gets its own trace."""
+    """Returns the size as an int. During tracing, this makes a symbolic size a constant, so each size gets its own trace."""
     return len(range(size))
 
 

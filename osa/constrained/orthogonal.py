@@ -140,7 +140,7 @@ def householder(x: Tensor, base: Tensor | None = None) -> Tensor:
 
 
 class _Householder(torch.autograd.Function):
-    """V T⁻¹ VᵀB − B with T = `_upper(VᵀV)`. With M = T⁻¹VᵀB, N = V T⁻¹, its differential in V is dV M + N dVᵀB − N dT M."""
+    """V T⁻¹VᵀB − B with T = `_upper(VᵀV)`. For M = T⁻¹VᵀB and N = V T⁻¹, the differential in V is dV M + N dVᵀB − N dT M."""
 
     @staticmethod
     def forward(ctx, x: Tensor, base: Tensor) -> Tensor:
@@ -342,8 +342,8 @@ def constrain_(model: nn.Module, name: str, by: str) -> None:
         by: name of the map in `MAPS` that parametrises the weights, or "retraction" for training with `StiefelConstraint`.
 
     Raises:
-        ValueError: the constraint is unknown, `by` is a map but the constraint applies to heads, or a weight is not a
-            parameter.
+        ValueError: the constraint is unknown, a weight is not a parameter, or the constraint is on single heads but `by` is
+            not "retraction" (maps parametrise only whole matrices).
     """
     constraint = _constraint(name)
     if by != RETRACTION and constraint.per_head:

@@ -1,4 +1,4 @@
-"""Activation functions φ shaped for the depth of a network. Computes the moments of φ as Python floats."""
+"""Activation functions φ shaped for the depth of a network, and moments of φ(z) for z ~ N(0, 1)."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
         E[φ] = 0,        E[φ²] = 1,        E[φ φ' z] = 1,        E[φ'²] = slope^{1/depth}.
 
     In the limit of wide layers, the mean square of tokens stays 1, uncorrelated tokens stay uncorrelated, and the cosine map
-    of the network without its attention has the derivative `slope` at 1 (5 in He et al. 2023, H.1).
+    of the network without its attention has derivative `slope` at 1. He et al. (2023, H.1) use `slope` = 5.
 
     Raises:
         ValueError: there are too few MLPs for the slope: no GELU is curved enough. A slope of 5 needs at least 5 MLPs.
@@ -46,7 +46,7 @@ def dks_gelu(depth: int, slope: float = 5.0) -> ShapedGELU:
     if depth < 1:
         raise ValueError(f"depth must be 1 or more, not {depth}")
     target = slope ** (1 / depth)
-    limit = math.pi / (math.pi - 1)  # E[φ'²] of a ReLU with E[φ] = 0 and E[φ²] = 1, the limit of GELUs as a → ∞
+    limit = math.pi / (math.pi - 1)  # as a → ∞, φ tends to a ReLU with E[φ] = 0, E[φ²] = 1 and this E[φ'²]
     if not 1 < target < limit:
         raise ValueError(
             f"a GELU cannot have the slope {slope:g} over {depth} layers: use more layers, or a slope above 1 but closer "

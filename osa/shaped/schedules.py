@@ -60,9 +60,10 @@ def exponential_schedule(depth: int, last: float) -> list[float]:
 def residual_schedule(kernel: KernelKind, schedule: list[float], shortcut: float) -> list[float]:
     """Returns the schedule that attention f must follow so that the normalised skip α x + √(1 − α²) f(x) follows `schedule`.
 
-    For uniform kernels the result is exactly (ρ_l − α² ρ_{l−1})/(1 − α²) (Section 3.4). For exponential kernels γ solves
-    a(γ) = λ_α a(γ_{l−1}) with λ_α² = (λ_0² − α²)/(1 − α²) and λ_0 = a(γ_l)/a(γ_{l−1}). This equation neglects a term of Eq.
-    23 (Appendix F, Eq. 24 and 26). The paper prints Eq. 25 with λ_α² instead of λ_α, which contradicts Eq. 24.
+    For uniform kernels the result is exactly (ρ_l − α² ρ_{l−1})/(1 − α²) (Section 3.4). For exponential kernels, the
+    result γ satisfies a(γ) = λ_α a(γ_{l−1}), with a(γ) as in `exponential_schedule`, λ_α² = (λ_0² − α²)/(1 − α²) and
+    λ_0 = a(γ_l)/a(γ_{l−1}). This equation neglects a term of Eq. 23 (Appendix F, Eq. 24 and 26). The paper prints Eq. 25
+    with λ_α² instead of λ_α, which contradicts Eq. 24.
 
     Args:
         schedule: ρ or γ for blocks 0 to L. The result is for blocks 1 to L.

@@ -19,7 +19,7 @@ def launch(kernel, programs: int, tensors: tuple[Tensor, ...], strides: list, ar
 def launch_resident(
     kernel, count: int, tensors: tuple[Tensor, ...], strides: list, scratch_size: int, arguments: dict
 ) -> None:
-    """Launches a kernel for `count` matrices. Each program has scratch memory, and all programs can run at once."""
+    """Launches a kernel for `count` matrices, with at most as many programs as can run at once, each with scratch memory."""
     device = tensors[0].device
     programs = min(count, resident_programs(device, arguments["num_warps"]))
     scratch = make_scratch(programs, scratch_size, device)

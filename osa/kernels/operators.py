@@ -51,14 +51,14 @@ class Backend(Protocol):
         """Writes the gradients of query, key, value and scale to `grads`, given `grad`, the gradient of the output."""
 
     def scale_where_valid(self, query: Tensor, value: Tensor, saved: Tensor) -> Tensor | None:
-        """Returns a number per matrix, NaN where the output lost precision. Returns None if the backend cannot tell."""
+        """Returns a number per matrix, which is NaN if precision was lost. Returns None if the backend cannot tell."""
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, scale: Scale, method: str) -> bool:
     """True if `attend` accepts these CUDA tensors.
 
-    The first call for a kernel tests the kernel. If it does not compile, or disagrees with the plain route, the test warns
-    once, and this and later calls return False. No test runs while a CUDA graph is captured, so call `fits` beforehand.
+    The first call that needs a kernel tests it. If it does not compile or differs from the plain route, `fits` warns once,
+    and this and later calls return False. No test runs while a CUDA graph is captured, so call `fits` beforehand.
     """
     tensors = query, key, value
     if not all(x.dtype in TYPES and x.numel() and x.shape[-1] <= long.MAX_WIDTH for x in tensors):
@@ -277,7 +277,7 @@ def _find(method: str, query: Tensor, key: Tensor, value: Tensor) -> Operator | 
 
 
 def _is_whole(*but: TransformType) -> bool:
-    """Under torch.compile, True outside transforms. Otherwise, True outside traces and transforms, except those in `but`."""
+    """Returns `is_eager(*but)` or, under torch.compile, True outside transforms."""
     return not is_transformed() if torch.compiler.is_compiling() else is_eager(*but)
 
 

@@ -94,8 +94,8 @@ class Hopper:
 def partition(count: int, tokens: int, device: torch.device) -> dict[str, int]:
     """Divides each of `count` heads into parts if one program per head would leave most of the device idle.
 
-    Heads stay whole if they keep more than a quarter of the multiprocessors busy. An H100 with half of them
-    busy reads memory at nearly full speed, so dividing such heads would make reading at most about twice as fast.
+    Heads stay whole if they keep more than a quarter of the multiprocessors busy. Half of an H100's multiprocessors read
+    memory at nearly full speed, and a quarter at about half speed. So dividing such heads would at most double the speed.
 
     Returns:
         "parts", the number of parts of a head, and "rows", the number of rows of a part. The dict is empty if one program
@@ -117,7 +117,7 @@ def _sums_over_parts(kernel, tensors: tuple[Tensor, ...], strides: list, entries
 
 
 def _launch_steps(kernel, tensors: tuple[Tensor, ...], strides: list, sizes: dict, *, is_backward: bool) -> None:
-    """Launches a kernel of stepped.py twice: first with one product per Taylor term, then with three."""
+    """Launches a kernel of stepped.py with one product per Taylor term, and then, for heads that need it, with three."""
     for options, share in ((ONE_PRODUCT, 2), (THREE_PRODUCTS, 1)):
         size = stepped.scratch_size(bool(options["SPLIT"]), is_backward)
         programs, scratch = _scratch(sizes["count"], size, share, torch.float32, tensors[0].device)

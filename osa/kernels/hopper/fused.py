@@ -19,7 +19,7 @@ D = tl.constexpr(64)  # query, key and value are each padded to this number of c
 COLUMNS = tl.constexpr(128)  # number of columns of M
 ENTRIES = tl.constexpr(8192)  # number of entries of a term, (D, COLUMNS)
 MAX_TERMS = tl.constexpr(11)  # maximum number of terms, which suffices if ‖Z‖₂ is at most about `stepped.RADIUS`
-# One product per term suffices if ‖Z‖_F, or twice the maximum row sum of |Z|, is at most this number
+# One bfloat16 product per term of the series suffices if ‖Z‖_F, or twice the maximum row sum of |Z|, is at most this number
 MAX_NORM = tl.constexpr(16.0)
 # Scratch entries of a program of `backward_kernel`: MAX_TERMS matrices t_k, MAX_TERMS matrices s_k, and Y
 SCRATCH = tl.constexpr(23 * 8192)
@@ -179,7 +179,7 @@ def forward_kernel(
     query, key, value, output, scale, state, strides, out_strides, heads, tokens,
     WIDTH: tl.constexpr, GRAM_ROWS: tl.constexpr, ROWS: tl.constexpr, GRAM_STAGES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sets the state of every head, and computes the output of heads with state FUSED.
+    """Sets the state of every head to FUSED or STEPS, and computes the output of heads with state FUSED.
 
     Query, key and value must have equal strides: 1 in the last dimension, and multiples of 8 in the others.
     """

@@ -7,7 +7,7 @@
     mix_backward_kernel    A₂, A₃ and the gradient of c
     apply_backward_kernel  the gradients of Q, K and V
 
-torch sums the results of a head's parts, in a fixed order, because one program of `mix_kernel` would read them slowly.
+torch sums the results of a head's parts, in a fixed order. `mix_kernel`, with one program per head, would read them slowly.
 """
 
 import triton

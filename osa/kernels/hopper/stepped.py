@@ -9,9 +9,9 @@ but is computed from G alone. With the balanced G and Y = c J MᵀV, the kernels
 steps in reverse.
 
 A first launch computes each term with one bfloat16 product. It stores SPLIT_STEPS as a head's state if the head needs more
-than MAX_STEPS steps, if Z is far from normal, or if balancing divides ‖G‖_F by more than MAX_CANCELLATION. A second launch,
+than MAX_STEPS steps, if Z is highly nonnormal, or if balancing divides ‖G‖_F by more than MAX_CANCELLATION. A second launch,
 with SPLIT, computes the heads with this state. It splits operands into a high and a low part in bfloat16, so that a term
-takes three products and keeps 16 bits. If Z is so far from normal that no digit is correct, state and output become NaN.
+takes three products and keeps 16 bits. If Z is so nonnormal that no digit is correct, state and output become NaN.
 
 In names, `shear` and `sigma` are γ and σ of `balance`, and q, k and v mark the halves or blocks of a matrix that belong to
 Q, K and V.
@@ -35,13 +35,13 @@ from osa.kernels.hopper.fused import (
 )
 from osa.kernels.tiles import high_low
 
-RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n, so that no term of a step is much larger than the first term
-MAX_STEPS = tl.constexpr(8)  # maximum number of steps if each term takes one product
-MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum with SPLIT. Only ‖Z‖₂ > 2¹⁴ needs more steps, and then no digit is correct
+RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n for n steps, so that no term of a step is much larger than the first
+MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
+MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum with SPLIT. If a head needs more, ‖Z‖₂ > 2¹⁴, and no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
-# One product per term is used only if ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼ is at most this number. Independent tokens give 8 to 11
+# Above this value of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼, terms take three products. For independent tokens, the value is 8 to 11
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# One product per term is used only if balancing divides ‖G‖_F by at most this number. Otherwise gradients lose digits
+# If balancing divides ‖G‖_F by more than this number, terms take three products. With one, gradients would lose digits
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if ‖Z‖_F² / max(Σ|λ|², 1) is larger, no digit is correct even with SPLIT
@@ -107,7 +107,7 @@ def load_z(p_scratch, SPLIT: tl.constexpr):
 
 @triton.jit
 def times_zt(b_x, b_z, b_z_low, SPLIT: tl.constexpr):
-    """X Zᵀ by one bfloat16 product or, if SPLIT, by three. The product of the two low parts is left out."""
+    """X Zᵀ by one bfloat16 product. If SPLIT, by three: only the product of the low parts of X and Zᵀ is left out."""
     if SPLIT:
         b_high, b_low = high_low(b_x)
         b_product = tl.dot(b_high, b_z, tl.dot(b_high, b_z_low, tl.dot(b_low, b_z)))
@@ -143,8 +143,8 @@ def gram_norm(b_qq, b_qk, b_kk):
 def balance(b_qq, b_qk, b_kk):
     """Returns γ for the columns of Q, γ for the columns of K, and σ for the columns of Q. They define R.
 
-    Column m_j of M = [Q, K] is paired with m_p, the same column of the other half. Column j of M R is σ_j (m_j − γ_j m_p).
-    The longer column of a pair has γ = 0. σ_j is a power of two, and σ_p = 1/σ_j.
+    Column m_j of M = [Q, K] is paired with m_p, the corresponding column of the other half. Column j of M R is
+    σ_j (m_j − γ_j m_p). The longer column of a pair has γ = 0. σ_j is a power of two, and σ_p = 1/σ_j.
     """
     is_diagonal = tl.arange(0, D)[:, None] == tl.arange(0, D)[None, :]
     b_q2, b_k2 = tl.sum(tl.where(is_diagonal, b_qq, 0.0), 0), tl.sum(tl.where(is_diagonal, b_kk, 0.0), 0)
@@ -368,9 +368,9 @@ def stepped_backward_kernel(
     """Computes the gradients of heads with state STEPS or, if SPLIT, of heads with state SPLIT_STEPS or NaN.
 
     The kernel differentiates each step as fused.py does, from the last step to the first. Let n be the number of steps,
-    h = c/n Fᵀ J (`b_direct`) and a = (grad Y_{j+1})ᵀ c J (`b_later`). For the last step a is zero. The terms t_k of a step
+    h = c/n Fᵀ J (`b_direct`) and a = (grad Y_{j+1})ᵀ c J (`b_later`). For the last step, a = 0. The terms t_k of a step
     have the gradients u_k = h − a Zᵀ/n − s_k Zᵀ/n (`b_grad`), where s_k = u_{k+1} / (k + 2). Y_j has the gradient a + u_0.
-    The final a is A₂ᵀ of fused.py. grad G is the sum of s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
+    Y_0 has the gradient A₂ᵀ of fused.py. grad G is the sum of s_kᵀ t_kᵀ over terms and steps, and of aᵀ (Σ t_k)ᵀ over steps.
 
     With SPLIT, the kernel stores no Y_j, but recomputes Y_j = e^{−Z/n} Y_{j+1}. Errors do not grow, because e^{Z/n}
     preserves norms if M is balanced.
@@ -484,7 +484,7 @@ def stepped_backward_kernel(
                         b_kk = plus_product(b_kk, p_factor + D, p_term + o_low + D)
                         b_qk = plus_product(b_qk, p_term, p_factor + o_low + D)
                 p_blocks = p_scratch + O_GRAD_GRAM + o_square()
-                # The stored sums are added after the loop. If the loop started from them, its products could not overlap.
+                # The loop starts from zeros. If it started from the stored sums, its products could not overlap one another.
                 if i_turn > 0:
                     b_qq = b_qq + tl.load(p_blocks)
                     b_qk = b_qk + tl.load(p_blocks + D * D)

@@ -21,7 +21,7 @@ from osa.kernels.tiles import LARGEST_NORM, NO_DIGIT_ABOVE
 METHODS = ("exact", "newton_schulz")  # methods that compute T from Gram matrices alone
 MAX_WIDTH = 128  # maximum number of columns of query, key and value
 MIN_ROWS = 256  # minimum number of rows of a part of a sequence
-MIN_SHARE = 2.0**-46  # minimum of ‖q‖² and of ‖k‖² as a share of ‖q‖² + ‖k‖², for a pair of columns q and k
+MIN_SHARE = 2.0**-46  # `_sigma` replaces ‖q_j‖² or ‖k_j‖² by this share of ‖q_j‖² + ‖k_j‖² if it is smaller
 MIN_SHARE_LEFT = 2.0**-5  # minimum of ‖q − γ k‖² / ‖q‖² (γ k: projection of q on k): below it, float32 loses over 5 bits
 # Maximum error of R Z R⁻¹ in units of eps (Σ|λ|²)^½, for the eigenvalues λ of Z. Errors of the output then stay below
 # 100 eps ‖S‖₂. With MAX_ROUNDING = 16, errors would grow with ‖S‖₂²
@@ -123,7 +123,7 @@ def _mixed(
 def _r_and_inverse(gram: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns R, R⁻¹, and whether precision is lost. M R⁻¹ replaces M, and R Z R⁻¹ replaces Z = c J G.
 
-    If Z is so far from normal that φ₁(Z) would be inaccurate, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly
+    If Z is so nonnormal that φ₁(Z) would be inaccurate, R is the `osa.linalg.gram_factor` of G, and R Z R⁻¹ is nearly
     skew. Otherwise R is I. Derivatives treat R as a constant, because φ₁(Z) = R⁻¹ φ₁(R Z R⁻¹) R for any R. The rounding
     error ΔG of G causes an error c R J ΔG R⁻¹ in R Z R⁻¹. If the entries of ΔG are random and of size eps |m_i| |m_j|, this
     error is about eps c ‖diag G‖ times the root of the mean of G_ii (G⁻¹)_ii.
@@ -163,7 +163,7 @@ def _projector(gram: Tensor, num_iterations: int, epsilon: float) -> Tensor:
 def _gram_and_products(inputs: Inputs, sums: Tensor, shear: Tensor, is_lost: Tensor) -> tuple[Tensor, Tensor]:
     """Returns G = MᵀM and X = MᵀV.
 
-    If γ (`shear`) is not empty, the kernel shears M first, and computes only the matrices that `_shear` flags (`is_lost`).
+    If `shear` is not empty, the kernel shears M (see `_shear`), and returns zeros for the matrices whose `is_lost` is 0.
     """
     query, key, value, _ = inputs
     is_sheared = shear.numel() > 0
@@ -184,8 +184,8 @@ def _sheared(x: Tensor, shear: Tensor) -> Tensor:
 def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Returns γ, (matrices, 2d, 1), and a flag, (matrices, 1, 1): whether G would be inaccurate after shearing by γ.
 
-    Of columns q_j and k_j, the projection of the shorter column onto the longer column is γ times the longer column.
-    Shearing subtracts this projection. The longer column has γ = 0.
+    In each pair of columns q_j and k_j, shearing subtracts from the shorter column its projection onto the longer column.
+    This projection is γ times the longer column. The longer column does not change, so its γ is 0.
     """
     q_q, k_k = gram.diagonal(dim1=-2, dim2=-1).chunk(2, -1)  # (matrices, d)
     q_k = gram.diagonal(gram.shape[-1] // 2, -2, -1)
@@ -197,7 +197,7 @@ def _shear(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sigma(gram: Tensor) -> Tensor:
-    """Returns σ, (matrices, 2d, 1): the powers of two, s and 1/s, that make columns q_j and k_j about equally long."""
+    """Returns σ, (matrices, 2d, 1): powers of two, s for q_j and 1/s for k_j, so that s q_j and k_j/s have similar norms."""
     squares = gram.diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1))  # (matrices, 2, d)
     least = MIN_SHARE * squares.sum(1, keepdim=True) + 1e-37  # keeps σ finite if shearing leaves a column of zeros
     of_query, of_key = torch.maximum(squares, least).log2().unbind(1)
@@ -215,7 +215,7 @@ def _launch_parts(kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...
 def _launch(
     kernel, tensors: tuple[Tensor, ...], others: tuple[Tensor, ...], tile: dict, parts: int = 0, blocks: int = 1, **constants
 ) -> None:
-    """Launches programs for each head: one per tile of rows or, if `parts` is given, one per block of columns in each part.
+    """Launches parts · blocks programs for each head. If `parts` is 0, each tile of rows is a part.
 
     The first three of `tensors` are query, key, and a tensor with as many columns as `value`.
     """
@@ -264,7 +264,7 @@ def apply_tile(query: Tensor, value: Tensor) -> dict:
 
 
 def apply_backward_tile(query: Tensor, value: Tensor) -> dict:
-    """Launch options of `apply_backward_kernel`: those of `apply_kernel`, but fewer rows where registers would run out."""
+    """Launch options of `apply_backward_kernel`: those of `apply_kernel`, with fewer rows if registers would run out."""
     tile, has_room = apply_tile(query, value), launch.has_wgmma(query.device)
     rows, *others = tile["TILE"]
     most = {64: 128 if has_room else 32, 128: 64}.get(max(others), 128)

@@ -24,7 +24,7 @@ def gram_kernel(
     """Stores QᵀQ, QᵀK, KᵀK, QᵀV and KᵀV of each part of each matrix, (matrices, parts, 3d² + 2d·d_value).
 
     A first launch uses the columns of Q and K. A second launch, with SHEARED, uses the columns that `sheared` returns, only
-    for matrices whose `is_lost` is 1. For the others, shearing the first launch's products in backend.py is accurate enough.
+    for matrices whose `is_lost` is 1. For the others, backend.py shears the G and X of the first launch.
     """
     ROWS: tl.constexpr = TILE[0]
     LEFT_COLUMNS: tl.constexpr = TILE[1]

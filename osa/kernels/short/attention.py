@@ -9,7 +9,7 @@ where mixing.py defines L, and computes T and A₁ to A₄ below. Let E be the g
     grad V = E + L A₄,        grad M = E A₁ᵀ + V A₂ᵀ + L A₃.
 
 If balancing does not suffice for "exact" (see `osa.linalg.is_balanced`), the program uses the basis of "qr", which gives
-the same result. If the registers cannot hold this basis, ALL_ROWS is 0, and the result is NaN in this case.
+the same result. With ALL_ROWS = 0, the registers cannot hold this basis, and the program returns NaN instead.
 """
 
 import triton
@@ -133,7 +133,7 @@ def _either(a, b, is_first):
 
 @triton.jit
 def _mix(t, left, v, g, scale, epsilon, scratch, METHOD: tl.constexpr, ITERATIONS: tl.constexpr):
-    """Computes and stores T, where exp(S) V = V + L T, given G."""
+    """Given G = LᵀM, computes and stores T, where exp(S) V = V + L T."""
     x, scratch = matrix(scratch, g[3], v[4])
     multiply(x, transpose(left), v, 1.0, None, 0.0)
     mixing(t, g, x, scale, epsilon, scratch, METHOD, ITERATIONS)
@@ -147,8 +147,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Stores exp(S) V for `count` matrices.
 
-    For "qr", the kernel stores the bases L in `basis`, for the backward pass. For "exact" with ALL_ROWS = 0, `basis` holds
-    the scale c of each matrix, or NaN if the output is NaN, so that the operator can warn.
+    For "qr", `basis` receives an orthonormal basis of the columns of each M, for the backward pass. For "exact" with
+    ALL_ROWS = 0, `basis` receives the scale c of each matrix, or NaN if the output is NaN, so that the operator can warn.
     """
     free = slice_of(scratch, tl.program_id(0), scratch_size)
     m, free = matrix(free, tokens, 2 * WIDTH)

@@ -57,7 +57,7 @@ class Short:
         The forward pass of "qr" has as many warps as its basis needs. "exact" computes a basis only if one warp can hold it.
         """
         rows = launch.padded(query.shape[-2])
-        warps = max(1, rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD))  # number of warps whose registers hold a basis
+        warps = max(1, rows * MAX_ROWS.value // (32 * ENTRIES_PER_THREAD))  # warps whose registers together hold a basis
         options = WARP
         if (self.method, kernel) == ("qr", "forward"):
             options = WARP | {"num_warps": warps}

@@ -1,7 +1,7 @@
 """Products of matrices of at most 32 rows, held in registers as blocks of 16 × 16, the smallest that `tl.dot` accepts.
 
-Each term of a series needs the term before it. With terms in scratch memory, products would mostly wait for loads and
-barriers. A square matrix has four blocks, a symmetric matrix three, and a panel, which is a matrix of 16 columns, has two.
+Each term of a series is a product with the previous term. If the terms were in scratch memory, products would mostly wait
+for loads and barriers. A square matrix has four blocks, a symmetric matrix three, and a panel of 16 columns two.
 """
 
 import triton
@@ -45,7 +45,7 @@ def store_symmetric(out, a):
 
 @triton.jit
 def load_panel(a, o_columns):
-    """The upper and the lower block of a panel, given its column numbers."""
+    """Loads the columns `o_columns` of A as a panel: its upper and its lower block."""
     return load(a, tl.arange(0, BLOCK), o_columns), load(a, BLOCK + tl.arange(0, BLOCK), o_columns)
 
 

@@ -1,6 +1,6 @@
 """Within one Triton program, computes the factor T in exp(S) V = V + L T, and the matrices A₁ to A₄ for the gradients.
 
-In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. For "exact", attention.py has balanced M. Then
+In the notation of `osa.orthogonal_attention`, let G = LᵀM and X = LᵀV. For "exact", M is balanced (see attention.py). Then
 
     method           L              T
     "exact"          M              c φ₁(c J G) J X

@@ -28,8 +28,8 @@ MAX_TERMS = tl.constexpr(19)  # number of terms for ‖S‖₂ = RADIUS, because
 def _terms(z):
     """Returns the number of halvings of Z, the Taylor degree m, and the fraction 2^−halvings.
 
-    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. The code adds EPS ‖Z‖_F² for the rounding
-    error of tr Z². Z is halved until ρ ≤ RADIUS, so that terms hardly cancel. m is the smallest degree with
+    ρ(Z) = ‖S‖₂ ≤ (½ ‖S‖_F²)^½ = (−½ tr Z²)^½, since the eigenvalues are pairs ±iλ. To allow for rounding errors, the code
+    adds EPS ‖Z‖_F² to −½ tr Z². Z is halved until ρ ≤ RADIUS, so that terms hardly cancel. m is the smallest degree with
     ρ^{m+1} / (m + 1)! ≤ EPS/4. If ρ > LARGEST_NORM, the fraction is NaN.
     """
     square = tl.maximum(-0.5 * inner_product(z, transpose(z)), 0.0) + EPS * inner_product(z, z)
@@ -99,8 +99,8 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
         U = Y + Z W_0,        φ₁(Zᵀ) H = Σ H_k,        D = Σ H_k W_kᵀ.
 
-    If ‖S‖₂ > RADIUS, Z is first halved several times. Let e = e^Z − I, Φ = φ₁(Z), and let
-    L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ be the gradient of the exponential. Each doubling of Z updates:
+    If ‖S‖₂ > RADIUS, Z is first halved several times. Let e = e^Z − I and Φ = φ₁(Z). With respect to Z, ⟨H, e^Z Y⟩ has the
+    gradient L = Σ (Zᵀ)^a H Yᵀ (Zᵀ)^b / (a + b + 1)! = Zᵀ D + H Uᵀ. Each doubling of Z updates:
 
         D ← ¼ (2 D + Φᵀ L + D eᵀ),    L ← L + ½ (eᵀ L + L eᵀ),    Φ ← Φ + ½ e Φ,    e ← 2 e + e².
 
@@ -135,7 +135,7 @@ def phi1_gradients(u, grad_y, grad_z, z, y, h, scratch):
 
 @triton.jit(noinline=True)
 def _gradients(u, grad_y, grad_z, z, y, h, degree, fraction, terms):
-    """Stores the results of `phi1_gradients` for fraction · Z. `terms` is scratch memory for the W_k."""
+    """Stores the results of `phi1_gradients` for fraction · Z. `terms` is scratch memory for the W_k defined there."""
     zero = tl.zeros((blocks.BLOCK, blocks.BLOCK), tl.float32)
     b_sums = (zero, zero, zero, zero)
     b_z = blocks.load_square(z, fraction)

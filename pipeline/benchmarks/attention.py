@@ -141,7 +141,7 @@ def routes(scale: float, tensors: tuple[Tensor, ...]) -> dict[str, Route]:
     """Returns every implementation of attention that accepts these inputs, by name."""
     literal = partial(straightforward.orthogonal_attention, scale=scale)
     iterated = partial(literal, num_iterations=ITERATIONS["newton_schulz"])
-    methods = [method for method in METHODS if method != "qr_literal"]  # "literal_qr" below times its formulas
+    methods = [method for method in METHODS if method != "qr_literal"]  # "literal_qr" below has the same formulas
     found = {method: Route(partial(orthogonal_attention, method=method, scale=scale), 1) for method in methods}
     found |= {"literal_qr": Route(in_float32(literal), 1), "literal_newton_schulz": Route(in_float32(iterated), 1)}
     found["matrix_exp"] = Route(in_float32(partial(exponential_dense, scale)), 3, forms_matrix=True)

@@ -186,7 +186,7 @@ SPLIT = (  # batch, heads, tokens, width, type
 
 
 def split(tiny: bool) -> Rows:
-    """Times a call and its gradients with our kernels, with torch's matrix products, and with torch's softmax attention."""
+    """Times OSA split between our kernels and torch, OSA in torch alone, and torch's softmax attention, with gradients."""
     for batch, heads, tokens, width, dtype in ((1, 1, 20, 17, SINGLE),) if tiny else SPLIT:
         inputs, scale = random_inputs(batch, heads, tokens, width, dtype, NORMS[0])
         methods: tuple[Method, ...] = ("exact", "newton_schulz")
@@ -215,7 +215,7 @@ def copies(x: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def timings(call: Callable, inputs: list[Tensor], *, with_launches: bool = False) -> Rows:
-    """Times a call with and without gradients, and each of these both eagerly and replayed from a CUDA graph."""
+    """Times a call with and without gradients, each in eager mode and as the replay of a CUDA graph."""
     for name, wanted in (("forward", []), ("both", inputs)):
         work = partial(differentiate, call, wanted, inputs)
         whole = median_seconds(work)
@@ -284,7 +284,7 @@ def vit_b16(tiny: bool) -> Rows:
 
 
 def step(tiny: bool) -> Rows:
-    """Times a training step of each model, and its parts, replayed from a CUDA graph.
+    """Times each model's training step and parts of the step. A GPU replays each of them from a CUDA graph.
 
     seconds             a whole step
     forward             the forward pass
@@ -311,7 +311,7 @@ def step(tiny: bool) -> Rows:
 
 
 def identity(query: Tensor, key: Tensor, value: Tensor, num_outputs: int | None, mask: Tensor | None = None) -> Tensor:
-    """Replaces `SelfAttention.mix`. Returns the value, with zero gradients for query and key."""
+    """A stand-in for `SelfAttention.mix`. Returns the value, with zero gradients for query and key."""
     return (value + 0 * query + 0 * key)[:, :, :num_outputs]
 
 
@@ -376,7 +376,7 @@ def whole_training(tiny: bool) -> Rows:
 
 
 class Stopwatch:
-    """Measures how many seconds each lap takes. A lap ends when the device has done all its work."""
+    """Measures how many seconds each lap takes. A lap ends when the device has finished all queued work."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()

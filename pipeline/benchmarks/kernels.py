@@ -229,7 +229,7 @@ def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess:
 
 
 def compile_kernel(launched: Launch, architecture: int):
-    """Compiles a kernel as its launch would, for tensors at aligned addresses."""
+    """Compiles a kernel in the way that launching it would. Assumes that tensors start at multiples of 16 bytes."""
     kernel, tensors, strides, arguments = launched
     options = {key: value for key, value in arguments.items() if key in OPTIONS}
     given = dict(zip(kernel.arg_names, (*tensors, *strides), strict=False)) | arguments

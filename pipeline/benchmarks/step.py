@@ -138,7 +138,7 @@ def our_step(training: Training) -> StepCall:
 
 
 def their_step(ours: osa.VisionTransformer, config: RunConfig, scratch: Path, device: torch.device) -> StepCall:
-    """Returns a function that performs the next step of the straightforward PyTorch code, from the weights of `ours`."""
+    """Returns a function that performs a training step in straightforward PyTorch, on a model with the weights of `ours`."""
     from torchvision import datasets, transforms  # takes seconds to import
 
     mnist = datasets.MNIST(str(scratch), train=True, transform=transforms.ToTensor())

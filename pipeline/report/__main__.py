@@ -108,7 +108,7 @@ def check_current(*pages: str) -> None:
         for entry in entries if stage not in stages else []:
             states = entry if isinstance(entry, dict) else {"changed command": {stage: "changed"}}
             for path, state in itertools.chain(*(each.items() for each in states.values())):
-                if state not in ("deleted", "not in cache"):  # a fresh clone lacks the data
+                if state not in ("deleted", "not in cache"):  # these states are allowed: a fresh clone has no data
                     remedy = f"run `dvc repro {' '.join(stages)}`"
                     raise UserError(f"{path} has changed since the stage {stage} last ran: {remedy}.")
 

@@ -81,7 +81,7 @@ def mean_sd(summary: Mapping[str, float], digits: int = 2) -> str:
 
 
 def interval(ends: Mapping[str, float], digits: int = 2) -> str:
-    """Formats an interval: 96.1 to 97.5. One null end means ±∞, which JSON lacks. If both ends are null, returns a dash."""
+    """Formats an interval: 96.1 to 97.5. A single null end means ±∞ (JSON lacks ∞). If both are null, returns a dash."""
     low, high = ends["low"], ends["high"]
     if pd.isna(low) and pd.isna(high):
         return ABSENT

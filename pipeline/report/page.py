@@ -105,7 +105,7 @@ def to_html(markdown: str, drawings: Mapping[str, str], source: Callable[[str], 
             if token.tag == "h2":
                 sections.append((anchor(title), re.sub(r"<[^>]+>|:.*", "", title)))
         elif token.type == "inline" and (image := _only_image(token)):
-            contents = "", _figure(image, drawings, source), ""  # instead of <p>, the image and </p>
+            contents = "", _figure(image, drawings, source), ""  # replaces three tokens: <p>, image, </p>
             tokens[i - 1 : i + 2] = [Token("html_block", "", 0, content=content) for content in contents]
     return _markdown().renderer.render(tokens, _markdown().options, {}), sections
 

@@ -32,12 +32,12 @@ from pipeline.statistics.verdicts import (
 )
 
 GUESS_LOSS, GUESS_ACCURACY = math.log(10), 10.0  # loss (nats) and accuracy (%) of uniform guessing among ten classes
-CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # kind of a contrast → weights of mean accuracies
+CONTRAST_WEIGHTS = {"drops": (-1, 2, -1), "gap": (1, -1, -1, 1)}  # kind of contrast → weights of mean accuracies
 TRAINS = 0.5  # a run succeeds if its last train loss is below this fraction of GUESS_LOSS
 
 
 class Results:
-    """Runs and their curves, by name.
+    """The training runs and their curves, by name.
 
     Args:
         tables: tables by name, as `tables_of` in pipeline/results/runs.py returns them. The column `variant` stands in for a
@@ -109,7 +109,7 @@ def _concat_named(tables: Sequence[Mapping[str, pd.DataFrame]], key: str) -> pd.
 class Declared:
     """The numbers that determine a test's power: the paper's accuracies and our standard deviations, by model.
 
-    We estimate the standard deviations from earlier runs, and declare them before the runs that decide the claims.
+    We estimate the standard deviations from earlier runs, and declare them before we start the runs that test the claims.
     """
 
     accuracies: Mapping[str, float] = field(default_factory=dict)
@@ -131,7 +131,7 @@ NOTHING = Declared()
 class Claim(Section):
     """A sentence, its place in the paper, and the rule that judges the sentence.
 
-    If we predict the verdict, `expected` and `why` state the prediction, written before the runs that decide the claim.
+    If we predict the verdict, `expected` and `why` state the prediction, written before the runs that test the claim.
     """
 
     sentence: str
@@ -164,7 +164,7 @@ class Comparison(Claim):
 
 
 class Accuracy(Comparison):
-    """Claims that the first model's test accuracy is above that of the second model minus a margin (percentage points)."""
+    """The claim that the first model's test accuracy is above the second model's minus a margin (percentage points)."""
 
     kind: Literal["accuracy"]
     margin_points: NonNegativeFloat = 0.0
@@ -179,7 +179,7 @@ class Accuracy(Comparison):
 
 
 class Within(Comparison):
-    """Claims that the two models' test accuracies differ by less than a margin (percentage points)."""
+    """The claim that the two models' test accuracies differ by less than a margin (percentage points)."""
 
     kind: Literal["within"]
     margin_points: PositiveFloat
@@ -189,7 +189,7 @@ class Within(Comparison):
 
 
 class Loss(Comparison):
-    """Claims that the first model's last train loss is below the second model's last train loss."""
+    """The claim that the first model's last train loss is below the second model's last train loss."""
 
     kind: Literal["loss"]
 
@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """Claims that the first model needs less than `at_most_factor` times the second's epochs to reach a target train loss.
+    """The claim that the first model reaches a target train loss in less than `at_most_factor` times the second's epochs.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.
@@ -223,7 +223,7 @@ class Speed(Comparison):
 
 
 class Contrast(Claim):
-    """Claims that a contrast of mean test accuracies is above 0.
+    """The claim that a contrast of mean test accuracies is above 0.
 
     drops   three models: accuracy falls more from the second to the third model than from the first to the second
     gap     four models: the first model is ahead of the second by more than the third model is ahead of the fourth
@@ -249,7 +249,7 @@ class Contrast(Claim):
 
 
 class Stability(Claim):
-    """Claims that more than `share` of a model's runs are stable: finished, with `largest_rise` at most `at_most_rise`."""
+    """The claim that more than `share` of a model's runs are stable: finished, with `largest_rise` ≤ `at_most_rise`."""
 
     kind: Literal["stability"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -268,7 +268,7 @@ class Stability(Claim):
 
 
 class Trains(Claim):
-    """Claims that each model's share of successful runs (see `trains`) is above `share`, or below if `side` is "below"."""
+    """The claim that each model's share of successful runs (see `trains`) is above or below `share`, according to `side`."""
 
     kind: Literal["trains"]
     models: Annotated[list[Name], Field(min_length=1)]
@@ -283,7 +283,7 @@ class Trains(Claim):
 
 
 class Measured(Comparison):
-    """Claims that a ratio of last values (first / second) is below `at_most_factor` for each of `columns` in watched.csv."""
+    """The claim that the first model's last values are below `at_most_factor` × the second's in `columns` of watched.csv."""
 
     kind: Literal["measured"]
     columns: Annotated[list[str], Field(min_length=1)]
@@ -303,7 +303,7 @@ AnyClaim = Annotated[
 
 
 class Spreads(Section):
-    """Each model's standard deviations over earlier runs, declared before the runs that decide the claims."""
+    """Each model's standard deviations over earlier runs, fixed before we start the runs that test the claims."""
 
     accuracy: dict[Name, PositiveFloat] = Field(default_factory=dict)  # std of the test accuracy (percentage points)
     log_epochs: dict[Name, PositiveFloat] = Field(default_factory=dict)  # std of log(epochs until target loss is reached)

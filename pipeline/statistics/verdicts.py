@@ -17,8 +17,8 @@ A claim says that a number lies above or below a limit. The tests are one-sided 
                             standard deviations that were declared before training
     not trained             a model has no run
 
-Verdicts use all runs. A rank test ranks a failed run last, however bad its value, so a failure counts but does not
-outweigh the other runs.
+Failed runs count, except for `Measured` claims. A rank test uses only the rank of a failed run, not its value, so a failure
+does not outweigh the other runs.
 """
 
 import functools

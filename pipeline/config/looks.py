@@ -10,7 +10,7 @@ PALETTE = ("#0072b2", "#56b4e9", INK, "#e69f00", "#d55e00", "#009e73", "#cc79a7"
 DASH_PATTERNS = ((), (5, 2), (10, 2), (5, 2, 1, 2), (1.5, 1.5), (9, 2, 1, 2, 1, 2))  # 6 patterns × 11 colours = 66 looks
 # A colour in a figure → a CSS value that follows the page's light or dark scheme
 ON_PAGE = {INK: "currentColor", GRID: "var(--rule)", PAGE: "var(--page)", "#ffffff": "none"}
-LEAST_LUMINANCE = 0.2  # of a colour on the dark page; 0.2 gives a contrast ratio of 4, and WCAG 2.2 (1.4.11) requires 3
+LEAST_LUMINANCE = 0.2  # minimum luminance on the dark page; 0.2 gives a contrast ratio of 4; WCAG 2.2 (1.4.11) requires 3
 # The models of osa.MODELS. The position of a model here determines its look.
 FIXED: tuple[str, ...] = ("osa_qr", "osa_ns", "vit", "vit_noskip", "vit_noskip_nonorm", "osa_exact")
 FIXED += ("osa_qr_literal", "osa_shaped", "espa", "vskipinit", "softmax_shaped", "uspa", "softmax_shaped_norm", "osa_cayley")

@@ -1,6 +1,6 @@
 """Defines the schemas of params.yaml and pipeline/paper.yaml, and derives the configuration of a run from them.
 
-The user edits params.yaml. paper.yaml holds the paper's numbers, and a training recipe for each reading of the paper.
+The user edits params.yaml. paper.yaml holds the paper's numbers, and a training recipe for each interpretation of the paper.
 """
 
 import argparse
@@ -152,7 +152,7 @@ class Data(Section):
         return ImageFormat(stored.channels, stored.size, len(stored.classes))
 
     def description(self) -> Description:
-        """Returns the description of the user's images. Raises UserError if it is absent, damaged or about other images."""
+        """Returns the description of the user's images. Raises UserError if it is absent, damaged or outdated."""
         folder = Path("data", USER_FOLDER)
         try:
             stored = read_description(folder)
@@ -413,7 +413,7 @@ def resolve(params: Params, name: str, overrides: Overrides | None = None) -> Ru
 def resolve_recipe(
     params: Params, paper: Paper, name: str, overrides: Overrides | None = None, reading: str = FIRST_READING
 ) -> RunConfig:
-    """Returns the configuration that combines a model of osa.MODELS, a reading of the paper, and the images of params.yaml.
+    """Returns a configuration: a model of osa.MODELS, an interpretation of the paper, and the image settings in params.yaml.
 
     Raises:
         UserError: the model or the reading does not exist, or an override is unknown or impossible.

@@ -79,7 +79,7 @@ def read_member(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> bytes:
 
 
 def last_of_each(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
-    """Returns the last entry of each name. Keeps the order of the archive, because reading in this order is fastest."""
+    """Drops entries that a later entry of the same name replaces. Keeps the archive's order, in which reading is fastest."""
     found: dict[str, Entry] = {}
     for name, entry in entries:
         path = PurePosixPath(name).as_posix()  # ./a and a are the same file

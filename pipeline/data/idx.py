@@ -177,7 +177,7 @@ def _scaled_levels(pixel_scaling: str, train_images: np.ndarray) -> np.ndarray:
 
 
 def _histogram(images: np.ndarray) -> np.ndarray:
-    """Returns the number of pixels of each level, (256,)."""
+    """Counts how often each pixel value from 0 to 255 occurs, (256,)."""
     pixels, counts = images.reshape(-1), np.zeros(256, np.int64)
     for start in range(0, len(pixels), 2**20):  # in pieces, to save memory: `bincount` converts pixels to 64 bits
         counts += np.bincount(pixels[start : start + 2**20], minlength=256)
@@ -213,7 +213,7 @@ def write_split(folder: Path, split: str, images: np.ndarray, labels: np.ndarray
 
 
 def num_train_images(folder: str | Path) -> int:
-    """Returns the number of the user's training images. Raises UserError if their labels file cannot be used."""
+    """Returns the number of the user's training images. Raises UserError if the file of training labels cannot be used."""
     return len(_map_own(Path(folder, OWN_LABELS.format("train")), (1,)))
 
 

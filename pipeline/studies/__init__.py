@@ -92,7 +92,7 @@ def settings(name: str) -> Any:
 
 
 def reading_of(name: str) -> str:
-    """Returns the interpretation of the paper that a study follows: a key of `readings` in pipeline/paper.yaml."""
+    """Returns which interpretation of the paper a study follows: a key of `readings` in pipeline/paper.yaml."""
     return getattr(settings(name), "reading", FIRST_READING)
 
 

@@ -57,7 +57,7 @@ def read(settings: Settings, lab: Lab) -> Tables:
 
 
 def tables_of_requests(requests: Iterable[tuple[str, Request]], lab: Lab) -> Tables:
-    """Returns the tables of the runs given as pairs (name, request). The column `name` holds the pair's name."""
+    """Returns the tables of the requested runs. Each request comes with a name, which the column `name` holds."""
     return tables_of(
         (name, lab.run(variant, overrides, seed), lab.config(variant, overrides))
         for name, (variant, overrides, seed) in requests

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Lab:
     """Gives a study its models and runs.
 
-    pipeline/paper.yaml lists interpretations of the paper. A lab follows the one in `reading`. params.yaml chooses only
-    the image data.
+    pipeline/paper.yaml lists interpretations of the paper. A lab follows the interpretation that `reading` names.
+    params.yaml chooses only the image data.
     """
 
     def __init__(self, study: str, settings: Params, paper: Paper, reading: str = FIRST_READING) -> None:
@@ -113,7 +113,7 @@ def first_steps(training: Training, steps: int) -> Iterator[dict[str, float]]:
 def initialised_layers(lab: Lab, seed: int) -> list[tuple[dict, OrthogonalSelfAttention, Tensor]]:
     """Initialises each model of `ORTHOGONAL` with this seed, and returns a triple for each attention layer, in float64.
 
-    The triple is (columns, module, input). The columns {"source": variant, "layer": number from 1} identify the layer. The
+    The triple is (columns, module, input). The columns {"source": variant, "layer": number} identify the layer. The
     input is what the module receives for the first `LAYER_IMAGES` test images, (images, N, d).
     """
     layers: list[tuple[dict, OrthogonalSelfAttention, Tensor]] = []

@@ -48,7 +48,7 @@ def train(listed: list[Job], address: str, per_gpu: int, seconds: float) -> Gene
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "shipped.zip")
             digest = ship({config.data.source for _, config in listed}, path)
-            # The archive may not fit in memory, so it is memory-mapped. Pickling would copy a memmap, but not a plain array.
+            # The archive is memory-mapped: it may not fit in memory. Pickling copies a memmap, but not its ndarray view.
             pages = ray.put(np.memmap(path, mode="r").view(np.ndarray))
         tasks = {work.remote(pages, digest, [*command(run), "--no-tracking"], files_of(run)): run for run, _ in listed}
 

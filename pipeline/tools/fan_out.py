@@ -159,7 +159,7 @@ def follow(jobs: list[Job], finished: Generator[list[Run]], at_a_time: int) -> I
     epochs = sum(config.train.epochs for _, config in jobs)
     shown, end = -1.0, math.nan  # number of finished epochs, and time at which the last run is expected to end
     with contextlib.closing(finished), tqdm(total=len(jobs), bar_format=BAR) as bar:
-        for ended in itertools.chain([[]], finished):  # the first, empty group shows the initial progress
+        for ended in itertools.chain([[]], finished):  # start with an empty group, to show progress before any run ends
             for run in ended:
                 del left[str(run)]
                 estimates.add(run.ended_record())

@@ -77,7 +77,7 @@ def has_python(venv: Path) -> bool:
 
 
 def is_installed(path: Path, venv: Path) -> bool:
-    """True if the environment holds an identical copy of a requirements file. An installation writes the copy last."""
+    """True if the environment holds an identical copy of a requirements file. A failed installation leaves no copy."""
     copy = venv / path.name
     return has_python(venv) and copy.exists() and copy.read_bytes() == path.read_bytes()
 
@@ -92,7 +92,7 @@ def create(options: argparse.Namespace, log: BinaryIO) -> None:
     """Creates the environment with the running Python or, if that version is not supported, with one that uv finds."""
     venv = options.venv
     for path in (*venv.glob("requirements*.txt"), venv / ".torch"):
-        path.unlink(missing_ok=True)  # describes an earlier environment whose Python or pip is gone
+        path.unlink(missing_ok=True)  # these files describe an earlier environment, whose Python or pip is gone
     if OLDEST <= sys.version_info[:2] <= NEWEST:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif options.uv:

@@ -32,14 +32,14 @@ def missing(jobs: list[Job]) -> list[Job]:
 
 
 def is_trained(run: Run, config: RunConfig) -> bool:
-    """True if a run has these settings and the present data. A run of Table 2 must also have weights to evaluate."""
+    """True if a run has these settings and the current data. A run of Table 2 must also have weights to evaluate."""
     if not run.is_current(config) or (run.study == TABLE_2 and not run.weights.exists()):
         return False
     return run.ended_record().data_sha256 == source_digest(config.data.source)
 
 
 def list_jobs(settings: Params, patterns: Iterable[str] = OF_TABLE_2) -> list[Job]:
-    """Returns the runs, of Table 2 and of studies, whose names match a pattern such as table_2/osa_qr/*, in pattern order.
+    """Returns the runs of Table 2 and of studies that match patterns such as table_2/osa_qr/*, in the order of `patterns`.
 
     Raises:
         UserError: a pattern matches no run.

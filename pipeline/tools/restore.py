@@ -4,7 +4,7 @@ It restores params.yaml, every dvc.lock, and all outputs of DVC stages and train
 of these files, and runs that are not committed, move to .restored/DATE/. Code, documents and other files stay unchanged.
 
 First, git resets its index and writes the committed files to .restored/DATE.incoming/. Then restore only moves files. If a
-step fails, all are undone. If restore is killed, run it again: your files are at their usual paths or in .restored/DATE/.
+step fails, all steps are undone. If restore is killed, rerun it: your files are at their usual paths or in .restored/DATE/.
 """
 
 import errno
@@ -251,7 +251,7 @@ def print_paths(head: str, paths: list[str], committed: list[str]) -> None:
 
 
 def line_of(path: str, known: set[str]) -> str:
-    """Returns the topmost folder above `path` that belongs to a run or is not in `known`, else `path` itself."""
+    """Returns the topmost folder above `path` that is a run's folder or not in `known`. If there is none, returns `path`."""
     parts = path.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

@@ -92,7 +92,7 @@ def _keys(run: Run | RunRecord) -> tuple:
 
 
 def spent(record: RunRecord, **others: float) -> str:
-    """Formats the times of a run and of its longer phases, as in "12 min (start 4 s, steps 10 min)"."""
+    """Formats the times of a run and of its phases, except very short phases, as in "12 min (start 4 s, steps 10 min)"."""
     phases = record.phases | others
     least = max(0.5, sum(phases.values()) / 100)
     shown = [f"{phase} {duration(seconds)}" for phase, seconds in phases.items() if seconds > least]

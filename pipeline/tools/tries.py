@@ -66,7 +66,7 @@ def seeds(text: str) -> list[int]:
 
 
 def grid(models: list[str], options: list[str], seeds: list[int], settings: Params) -> list[Job]:
-    """Returns a run for each combination of model, option values and seed. Raises UserError if one of them is impossible."""
+    """Returns a run for each combination of model, option values and seed. Raises UserError if a combination is invalid."""
     axes = []
     for option in options:
         key, equals, values = option.partition("=")

@@ -1,4 +1,4 @@
-"""Copies the runs under paper_outputs/runs and .checkpoints into MLflow, which shows them."""
+"""Copies the runs under paper_outputs/runs and .checkpoints into MLflow."""
 
 import subprocess
 import sys

@@ -33,7 +33,7 @@ MOST_RUNS = 50_000  # MLflow's limit on the number of search results
 
 
 def name_of(run: "Run") -> str:
-    """Returns the name of a run: table_2/osa_qr/0, or table_2/osa_qr for a parent, or "" for a run that the user added."""
+    """Returns a run's name: table_2/osa_qr/0, table_2/osa_qr for an MLflow parent run, or "" for a run added by the user."""
     return run.data.tags.get("run") or run.data.params.get("run", "")  # older stores have the name as a parameter
 
 

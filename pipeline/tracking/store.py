@@ -64,7 +64,7 @@ def artifacts() -> str | None:
 
 
 def make_settings_ours() -> None:
-    """Sets ENVIRONMENT defaults. Unless the store is a server, removes MLflow environment variables except KEPT_SETTINGS."""
+    """Unless the store is a server, removes MLflow's environment variables except KEPT_SETTINGS. Sets default values."""
     if not address().startswith("http"):
         for name in list(os.environ):
             if name.startswith(("MLFLOW_", "UVICORN_")) and not name.startswith(KEPT_SETTINGS):
@@ -73,7 +73,7 @@ def make_settings_ours() -> None:
 
 
 def move_along(old: str) -> None:
-    """Replaces the artifact address `old` by the present one if an SQLite store was moved or copied with its artifacts."""
+    """Replaces the artifact address `old` with the current one if an SQLite store was moved or copied with its artifacts."""
     import sqlalchemy
 
     new = artifacts()
@@ -131,7 +131,7 @@ def connect() -> tuple[Any, FileLock]:
 
 @contextmanager
 def errors_as_user_errors() -> Iterator[None]:
-    """Turns an error of MLflow or the database into a UserError with cause and remedy."""
+    """Turns an error of MLflow or the database into a UserError that states the cause and a remedy."""
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 

@@ -168,7 +168,7 @@ class Family:
         return [(key, value, training.ended, 0) for key, value in once.items()]
 
     def _against_paper(self, accuracy: float) -> dict[str, float]:
-        """Returns the paper's accuracy and the difference from it, or {} if the runs do not reproduce a row of Table 2."""
+        """Returns the paper's accuracy and the difference from it, or {} if the runs belong to no row of Table 2."""
         study, name = self.name.split("/")
         number = self.experiment.paper.table_2.get(name) if study == TABLE_2 else None
         return {} if number is None else {"paper": number, "difference_to_paper": round(accuracy - number, 2)}
@@ -187,7 +187,7 @@ class Family:
             self.runs = self.experiment.search([self.name])[self.name]
         children: dict[str, list[Run]] = defaultdict(list)
         for run in self.runs:
-            # Skip runs without these tags. If a user deletes tags, a sync restores them only if the run's files exist.
+            # Skip runs that lack these tags. A user can delete tags, and a sync restores them only if the run's files exist.
             if name_of(run) != self.name and {*SHARED_TAGS} <= run.data.tags.keys():
                 children[run.data.tags["configuration"]].append(run)
         for configuration in self.parents.keys() - children.keys():
@@ -206,7 +206,7 @@ class Family:
     def _current(self, children: "dict[str, list[Run]]") -> set[str]:
         """Returns the ids of the current runs: all runs in training and, for each seed, the newest run that has ended.
 
-        If a Table 2 model has runs with params.yaml's configuration, ended runs with another configuration are not current.
+        If a Table 2 model has runs with params.yaml's configuration, its ended runs with other configurations do not count.
         """
         listed = children.keys() & self._listed(children)
         newest: dict[str, str] = {}
@@ -219,7 +219,7 @@ class Family:
         return current | {*newest.values()}
 
     def _listed(self, children: "dict[str, list[Run]]") -> set[str]:
-        """Returns the values of the tag `configuration` that match params.yaml, one for each data set that the runs use.
+        """Returns the `_configuration` digests of the configuration in params.yaml: one for each data set that the runs use.
 
         Returns set() unless the runs belong to Table 2, have several configurations, and use a variant in `Params.variants`.
         """
@@ -268,7 +268,7 @@ class Family:
             self.experiment.end(parent, "FINISHED", parent.info.start_time + round(1000 * seconds))
 
     def _statistics(self, finished: "list[Run]") -> dict[str, float]:
-        """Returns run counts, and means and deviations of final metrics over runs that start to learn (`claims.starts`)."""
+        """Returns run counts, and final metrics' means and standard deviations over runs that start to learn (`starts`)."""
         ended = [child for child in finished if child.info.status == "FINISHED"]
         counted = [child for child in ended if child.data.metrics.get("starts")]
         values, deviations = {}, {}

@@ -52,7 +52,7 @@ def start_server(port: str) -> tuple[subprocess.Popen, int]:
 
 
 def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
-    """Prints the URLs of the models and of their curves. Then syncs whenever a record changes, until the server ends."""
+    """Prints the URLs of the models and of their curves. Then syncs whenever a record changes, until the server exits."""
     from pipeline.tracking import sync, trainings  # slow to import; the server starts meanwhile
 
     opened = store.connect()
@@ -66,7 +66,7 @@ def keep_in_sync(server: subprocess.Popen | None, site: str) -> None:
     seen = None
     while server is None or server.poll() is None:
         points = [(training.path, _age(training.path)) for training in trainings.find()]
-        # The first item changes every LOST_SECONDS, to trigger a sync that detects killed runs. They write no new records.
+        # The first item changes every LOST_SECONDS, to trigger a sync that detects killed runs, which write no new records.
         state = int(time.time() / trainings.LOST_SECONDS), points
         if state != seen:
             try:

@@ -12,7 +12,7 @@ OTHER_WIDTHS = {"attributes.`Run Name`": 150, "runDateAndNestInfo": 60}  # runDa
 
 
 def views() -> dict[str, str]:
-    """Returns the views by key, in MLflow's format. An address with `viewStateShareKey=KEY` opens the view with that key."""
+    """Returns saved views of MLflow's run table: key → JSON. A URL with `viewStateShareKey=KEY` opens the view KEY."""
     newest = f"tags.study = '{TABLE_2}' and tags.current = 'true' and tags.level = "
     models = _state(f"{newest}'mean'", "metrics.`test_accuracy`", False, MODEL_WIDTHS, [_chart("test_accuracy", "BAR")])
     lines = [_line(metric) for metric in LOGGED_CURVES if metric != "epoch"]

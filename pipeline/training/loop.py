@@ -190,7 +190,7 @@ class Training:
                 f"train.warmup_steps {config.train.warmup_steps} must be less than the {self.steps} steps of the run."
             )
         has_schedule = config.train.warmup_steps > 0 or config.train.schedule != "constant"
-        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # a CUDA graph fixes a float's value
+        self.rate_factor = torch.ones((), device=device) if has_schedule else None  # a CUDA graph would freeze a float
         self.progress = Progress()
 
     def run(self, observer: Observer) -> None:

@@ -30,7 +30,7 @@ from pipeline.training import HISTORY_COLUMNS
 from pipeline.training.loop import Observer, Progress, Training
 from pipeline.training.run import Run
 
-FORGOTTEN_SECONDS = 24 * 3600  # age at which scratch folders of the same run under other settings are deleted
+FORGOTTEN_SECONDS = 24 * 3600  # age at which a run's scratch folders from other settings are deleted
 DIGEST_BYTES = hashlib.sha256().digest_size
 PHASES = ("start", "compiling", "steps", "evaluation", "writing")
 # Errors that reading a damaged checkpoint can raise
@@ -221,7 +221,7 @@ class Recorder(Observer):
         return record
 
     def clear(self) -> None:
-        """Removes the scratch folder, and old scratch folders that the same run left under other settings."""
+        """Removes the scratch folder, and the run's old scratch folders from other settings."""
         for folder in self.scratch.parent.glob(f"{self.run.seed}-*"):
             if folder == self.scratch or time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

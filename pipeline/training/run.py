@@ -34,7 +34,7 @@ CURVES = HISTORY_COLUMNS[2:]
 RUNS, WEIGHTS, EVALUATIONS = (Path("paper_outputs", name) for name in ("runs", "weights", "evaluations"))
 SCRATCH = Path(".checkpoints")  # folder for the files of unfinished runs
 # Older values of osa.NUMERICS whose runs remain valid. The change from 1 to 2 affected only the last digits of "exact", and
-# the results of "newton_schulz" at very large norms of query and key, which occur only in runs that do not start to learn.
+# the results of "newton_schulz" at very large norms of query and key, which occur only in runs that never start to learn.
 EARLIER_NUMERICS = (1,)
 
 

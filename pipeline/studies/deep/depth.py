@@ -36,7 +36,7 @@ MLP_DRAWS = {  # name of a run of OSA → how the initial weights of its MLPs ar
 }
 COLOURS = {"independent": PALETTE[4], "isometric": PALETTE[0]}
 DASHES = {36: "-", 72: (0, (5, 2)), 144: (0, (1.5, 1.5))}
-SHALLOW = 36  # number of blocks; deeper models train for one epoch instead of two, and have their own panel
+SHALLOW = 36  # models with more blocks than this train for one epoch instead of two, and have their own panel
 HIGHEST = 30.0  # the figure clips train losses at this value
 IMAGES = 8  # number of test images that `watch` uses
 

@@ -37,7 +37,7 @@ from pipeline.studies.lab import Lab
 
 ROWS: tuple[str, ...] = ("vanilla", "uspa", "espa", "rms", "pre_ln", "pre_ln_normalised", "post_ln")  # as in Figure 7
 ROWS += ("uspa_root", "espa_root", "vskipinit", "osa")
-LINES = {  # row → (label, model whose colour and style the line has)
+LINES = {  # row → (label, model that gives the line its colour and style)
     "vanilla": ("softmax, no skip", "vit_noskip_nonorm"),
     "post_ln": ("softmax, Post-LN", "vit_noskip"),
     "pre_ln": ("softmax, Pre-LN", "vit"),
@@ -68,7 +68,7 @@ class Settings(Section):
     depths: Depths  # the last depth is L
     tokens: PositiveInt = 100
     types: PositiveInt = 50  # number of types of tokens: two random tokens have the same type with probability r = 1/types
-    heads: PositiveInt = 8  # number of heads of ALiBi
+    heads: PositiveInt = 8  # number of heads of the attention with ALiBi
     rho: Fraction = 0.8
     gamma: PositiveFloat = 0.005
     shortcut: Fraction = 0.98
@@ -230,7 +230,7 @@ def schedules(settings: Settings) -> Iterator[dict]:
 
 
 def skips(settings: Settings) -> Iterator[dict]:
-    """Yields a `summary` of Σ_L for E-SPA with normalised skips and Σ_0 = I, for each depth L and both equations for γ."""
+    """Yields a `summary` of Σ_L for E-SPA with normalised skips and Σ_0 = I, for each L and each γ (Eq. 25 and Eq. 26)."""
     n = settings.tokens
     for depth, equation in itertools.product(SKIP_DEPTHS, (26, 25)):
         shortcut = math.sqrt(1 - SKIP_SCALE / depth)

@@ -41,7 +41,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def short_trainings(settings: Settings, lab: Lab) -> Iterator[dict]:
-    """Yields a row for each search, model and rate. For OSA, also yields rows for other products α · L at the best rate."""
+    """Yields a row for each search, model and rate. For OSA, also tries each α · L in `settings.alphas` at the best rate."""
     for search, model in itertools.product(settings.searches, settings.models):
         alpha = ALPHA_TIMES_DEPTH if model == OSA else math.nan
         rows = [short_training(search, settings.seed, model, rate, alpha, lab) for rate in search.rates]

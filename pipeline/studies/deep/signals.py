@@ -264,7 +264,7 @@ def over_seeds(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_alpha(table: pd.DataFrame) -> dict:
-    """Returns numbers that describe the α that doubles the gradient.
+    """Returns statistics of the α at which the gradient is twice as large as at a very small α.
 
     slopes                  the exponent a of α ∝ Lᵃ over depths, and the exponent b of α ∝ (‖X‖₂²)ᵇ over patch sizes
     bound_low, bound_high   minimum and maximum of 2 L ‖X‖₂² α/√d_v

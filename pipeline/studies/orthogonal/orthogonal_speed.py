@@ -17,7 +17,7 @@ from pipeline.studies.lab import Lab
 
 GOAL_RANGE = (64, 256)  # minimum and maximum size n of the layers that should meet GOAL
 GOAL = 1.3  # maximum ratio of our layers' time to the dense layer's time
-MUCH_SLOWER = 10.0  # we take “significantly” in the blog post to mean at least this ratio of times
+MUCH_SLOWER = 10.0  # we take “significantly” in the blog post under study to mean at least this ratio of times
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:

@@ -54,7 +54,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """Yields Gaussian queries and keys in the format of `models`, without a scale. Each is (2, 1, N, d_v)."""
+    """Yields (identity, query, key, None) for each case. Queries and keys are Gaussian, (2, 1, N, d_v)."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None

@@ -1,8 +1,8 @@
 """Attention or initialisation: which of the two lets OSA train without skips and LN?
 
 The paper's OSA differs from ViT (no skip, no LN) in both its attention and its initialisation. We train all four
-combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. With the recipe of `first_reading`,
-this study and `first_reading` train two cells each. With Table 2's recipe, Table 2 and `ablations` supply two cells each.
+combinations, or cells: {softmax, OSA (exact)} × {Xavier, Section 4's initialisation}. Under `first_reading`'s recipe,
+this study supplies two cells, and `first_reading` two. Under Table 2's recipe, Table 2 supplies two, and `ablations` two.
 """
 
 from pipeline.statistics.claims import Results, read_claims

@@ -289,7 +289,7 @@ def crossing(ratio: pd.Series) -> float | None:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Draws time and peak memory, forward and backward, against N: for OSA, fused softmax, and methods with N×N matrices."""
+    """Draws time and peak memory of both passes against N, for OSA, fused softmax, and methods that form N×N matrices."""
     lines = {part: look_of(part).line(label=lab.label(part)) for part in OSA}
     lines["softmax"] = look_of("softmax").line(label="softmax, fused")
     lines["softmax_dense"] = {"color": PALETTE[4], "label": "softmax, N×N"}

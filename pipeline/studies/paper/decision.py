@@ -60,8 +60,8 @@ def powers(claim: Accuracy, spreads: dict[str, float], differences: list[float],
     """Simulates how often the rule gives each verdict.
 
     Returns a dict: `rows` holds the rates of "reproduced" and "contradicted" for each true difference. `together` holds the
-    rate of "reproduced" for two equally accurate models under Holm's correction, in two cases: none of the family's
-    remaining comparisons is significant, or all but one of them are significant.
+    rate of "reproduced" for two equally accurate models under Holm's correction, in two cases: none of the other four
+    comparisons in the family is significant, or three of the other four are significant.
     """
     first, second = claim.compare[0]
     own, limit = (spreads[first], spreads[second]), -claim.margin_points

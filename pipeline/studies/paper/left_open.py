@@ -15,8 +15,8 @@ MARGIN = 1.0  # a change of more than this many percentage points would matter t
 def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
     """Returns `changes` (name → row), `tried` (key of params.yaml → rows), and `matter` (the rows of choices that matter).
 
-    Also returns two counts: `topics` (details that the paper leaves open) and `choices` (pairs of a model and a choice that
-    have a run).
+    Also returns two counts: `topics` (details that the paper leaves open) and `choices` (choices in `settings.runs` with
+    at least one ended run).
     """
     rows = changes(settings, tables, lab)
     tried: dict[str, list[dict]] = {}
@@ -33,7 +33,7 @@ def summarise(settings: comparison.Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dict]:
-    """Returns the change in accuracy that each choice causes, with a 95 % confidence interval.
+    """Returns a row for each choice in `settings.runs`: the change in accuracy, with a 95 % confidence interval.
 
     The baseline is the mean accuracy of those runs of the study `first_reading` that start to learn. We assume that a choice
     does not alter the spread over runs, so one run of a choice is enough for an interval. A choice matters if the whole
@@ -64,7 +64,7 @@ def changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> list[dic
 
 
 def draw_changes(settings: comparison.Settings, tables: Tables, lab: Lab) -> Figure | None:
-    """Draws the change in accuracy that each choice causes, with its confidence interval."""
+    """Draws the change in accuracy, with its confidence interval, for each choice in `settings.runs` that has been run."""
     rows = [row for row in changes(settings, tables, lab) if row["ours"].n]
     if not rows:
         return None

@@ -56,7 +56,7 @@ def best_rate(settings: Settings, model: str, optimizer: str, lab: Lab) -> float
 def requests(settings: Settings, lab: Lab) -> Iterator[tuple[str, Request]]:
     """Yields (name, request) for each run.
 
-    The long runs of a model and an optimiser follow once the short runs of this pair have ended.
+    For each pair of model and optimiser, the long runs follow once all short runs have ended.
     """
     for model, optimizer in itertools.product(settings.models, settings.optimizers):
         for each in search_requests(settings, model, optimizer).values():

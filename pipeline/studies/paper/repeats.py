@@ -2,7 +2,7 @@
 by this study, by another study, or in this checkout since the last commit.
 
 On the same kind of machine, every bit of the weights and curves is the same. On another kind of machine, rounding differs,
-and the accuracy can differ as much as between seeds.
+and the accuracies of a run and its repeat can differ as much as the accuracies of two seeds.
 """
 
 import json

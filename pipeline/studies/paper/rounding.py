@@ -1,8 +1,8 @@
 """Does rounding decide whether a run starts to learn?
 
 We repeat a run whose train loss, halfway through training, was still near chance level. `train.perturbation`
-changes the initial weights of each repeat by about a millionth. If only some repeats start to learn, a change far smaller
-than any choice in a recipe decides whether a run starts to learn. The report shows no results until all runs have ended.
+changes the initial weights of each repeat by about a millionth. If only some repeats start to learn, this tiny change
+decides whether a run starts to learn. The report shows no results until all runs have ended.
 """
 
 from typing import Any

@@ -60,7 +60,7 @@ def gradient(m: Tensor, value: Tensor, direction: Tensor, scale: Tensor, method)
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns σ_min(M) and each method's median error, both for the matrices M with the maximum condition number."""
+    """For the matrices M with the maximum condition number, returns σ_min(M) and each method's median error."""
     gradients, worst = tables["gradients"], max(settings.conditions)
     errors = gradients[gradients["condition"] == worst].groupby("method")["error"].median()
     return {"methods": {method: {"worst": errors[method]} for method in METHODS}, "smallest": 1 / worst}

@@ -41,7 +41,7 @@ MODELS = ("osa_qr", "osa_ns")
 BASELINES = ("vit", "vit_noskip")
 WIDEST = {"accuracy": (-8, 8), "speed": (0, 5)}  # largest range drawn: accuracy difference in points, and ratio of epochs
 TICKS = (50, 70, 80, 90, 95, 97, 98, 99)  # per cent
-FRACTIONS = np.arange(1, 39) / 40  # of training: `epoch_ratios` takes as targets the second model's lowest losses up to here
+FRACTIONS = np.arange(1, 39) / 40  # fractions of training; `epoch_ratios` computes a target loss for each
 
 
 def results_of(lab: Lab) -> Results:
@@ -98,7 +98,7 @@ def baseline(claim: AnyClaim) -> str:
 
 
 def fresh(lab: Lab) -> dict[str, Verdict]:
-    """Returns the verdicts on new seeds for the claims in `FRESH`, except claims that still wait for runs."""
+    """Judges the claims in `FRESH` on new seeds. Omits claims that still wait for runs."""
     found = lab.once("fresh verdicts", lambda: {name: verdict(lab) for name, verdict in FRESH.items()})
     return {name: verdict for name, verdict in found.items() if verdict is not None}
 
@@ -136,7 +136,7 @@ def count(verdicts) -> dict[str, int]:
 def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
     """Compares how soon two models reach given train losses.
 
-    For each of `FRACTIONS`, `target_loss` computes one loss: the second model's lowest in this first fraction of training.
+    For each fraction in `FRACTIONS`, `target_loss` returns the second model's lowest loss in that first part of training.
     Returns a row for each loss. `epoch` is the median epoch at which the second model reaches the loss. `ratio` is the
     first model's number of epochs to the loss, divided by the second model's, estimated as in claims about speed. A loss has
     no row if `epoch` or `ratio` is 0 or infinite, as when most runs never reach the loss.
@@ -153,7 +153,7 @@ def epoch_ratios(results: Results, first: str, second: str) -> pd.DataFrame:
 
 
 def ahead_from_epoch(results: Results, first: str, second: str) -> float | None:
-    """Returns the `epoch` of `epoch_ratios` from which the first model stays ahead, that is, all ratios are below 1.
+    """Returns the first `epoch` of `epoch_ratios` from which all ratios are below 1, so that the first model stays ahead.
 
     Returns None if the last ratio is not below 1, or if there are no ratios.
     """

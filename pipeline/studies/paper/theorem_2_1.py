@@ -2,7 +2,7 @@
 
 The methods "qr" and "exact" must give the dense exponential up to rounding. Newton–Schulz (Eq. 9) stops before B is
 orthonormal. How far from exp(S) is the resulting A? We vary ‖S‖₂ and cond(M) for random M = [Q, K], and also measure layers
-of initialised models.
+of untrained models.
 """
 
 import itertools

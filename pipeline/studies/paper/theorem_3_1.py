@@ -63,7 +63,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def _rows(identity: dict, m: Tensor, condition: Tensor, skews: list[Tensor], counts: Sequence[int]) -> list[dict]:
-    """Returns a row for each algorithm, S and number of iterations. In a layer, each image and head has its own rows.
+    """Returns a row for each algorithm, S and number of iterations. A model's layer has such rows for each image and head.
 
     `m` is (..., N, 2d_v), `condition` is cond(M), of shape (...), and each S of `skews` is (..., N, N). Leading dimensions
     are (images, h) for a model's layer, and () for a random M. `counts` holds the numbers of iterations, in rising order.
@@ -130,7 +130,7 @@ def orthogonality_bounds(basis: Tensor, skew_norm: Tensor) -> tuple[Tensor, Tens
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in initialised and in trained layers."""
+    """Checks the bounds, and summarises ‖AᵀA − I‖₂ in untrained and in trained layers."""
     errors = _with_rounding(tables["errors"])
     classical, express = (errors[errors["iteration"] == name] for name in ("newton_schulz", "polar_express"))
     above = express[express["error"] > express["bound_10"]]
@@ -156,7 +156,7 @@ def _with_rounding(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw(settings: Settings, tables: Tables, lab: Lab) -> Figure:
-    """Plots the error for some cond(M) at the ‖S‖₂ nearest to 1, and the largest error / bound, against the iterations."""
+    """Plots, against the iterations, the median error at the ‖S‖₂ nearest to 1, and the largest ratio of error to bound."""
     errors = _with_rounding(tables["errors"])
     gaussian = errors[errors["source"] == "gaussian"].assign(ratio=lambda own: own["error"] / own["bound_10"])
     size = min(settings.norms, key=lambda value: abs(math.log(value)))

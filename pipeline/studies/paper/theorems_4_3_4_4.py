@@ -1,7 +1,7 @@
 """Theorems 4.3 and 4.4, Remark 4.5: a small α keeps the Jacobian of one head well-conditioned.
 
 We vary α, and compare ‖J₁‖₂ and κ(J) of one head with their bounds. Beyond the theorems, we measure two numbers for
-each layer of initialised and trained models: κ(J) of the first head, and κ(Σᵢ W^Vᵢ W^Oᵢ), where i runs over heads.
+each layer of untrained and trained models: κ(J) of the first head, and κ(Σᵢ W^Vᵢ W^Oᵢ), where i runs over heads.
 """
 
 import itertools
@@ -31,7 +31,7 @@ ALPHAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 FIT_BELOW = 1e-3
 # The fitted α span a factor of 1000. The α² term of ‖J₁‖ adds at most 5 %, so slopes change by up to log(1.05) / log(1000).
 SLOPE_TOLERANCE = 0.01
-MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for initialised layers
+MODEL, DOTTED = "osa_qr", (0, (1.5, 1.5))  # the model whose layers are drawn, and the line style for untrained layers
 
 
 class Settings(Section):
@@ -39,7 +39,7 @@ class Settings(Section):
 
 
 def measure(settings: Settings, lab: Lab) -> Tables:
-    """Measures one head on Gaussian tokens for each size, seed, method and α. Also measures initialised layers."""
+    """Measures one head on Gaussian tokens for each size, seed, method and α. Also measures layers of untrained models."""
     alphas, layers = [], []
     for (tokens, d, heads), seed in itertools.product(SIZES, settings.seeds):
         generator = lab.generator(seed, f"theory/alpha/{tokens}x{d}x{heads}")
@@ -98,8 +98,8 @@ def first_term_constant(x: Tensor, width: int) -> float:
     """Returns C = 2‖X‖₂²/√d_v, for the bound ‖J₁‖₂ ≤ Cα. The bound holds for A = exp(S) at Section 4's initialisation.
 
     ‖J₁‖₂ ≤ ‖X W^V W^O‖₂ ‖∂vec A/∂vec S‖₂ ‖∂vec S/∂vec X‖₂. The first factor is at most ‖X‖₂. The second factor is at most 1
-    (Eq. 80, applied to S itself). The third factor is at most 2α‖X‖₂/√d_v (Eq. 83). The bound holds for M of any rank, since
-    A = exp(S) is the same for every basis.
+    (Eq. 80, applied to S itself). The third factor is at most 2α‖X‖₂/√d_v (Eq. 83). M may have any rank, because
+    A = exp(S) does not depend on the basis of M.
     """
     return 2 * norm(x).item() ** 2 / math.sqrt(width)
 

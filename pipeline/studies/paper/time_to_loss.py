@@ -19,7 +19,7 @@ MODELS = ("osa_qr", "osa_ns", "osa_exact")
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each OSA model and baseline, with ratios of seconds on each machine.
+    """Returns a row for each pair of an OSA model and a baseline, with ratios of seconds on each machine.
 
     A ratio of seconds is NaN unless both models were timed on the machine.
     """
@@ -41,7 +41,7 @@ def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
 def step_seconds() -> dict[str, dict[str, float]]:
     """Returns the seconds of each model's training step, by machine, CPUs first.
 
-    On a GPU, the weights are initial. On a CPU, the weights are trained if the table has times for trained weights.
+    GPU times are for initial weights. CPU times are for trained weights if the table has such times.
     """
     timed = []
     for path in measured("step.csv"):

@@ -1,6 +1,6 @@
 """Trainability: does OSA make Transformers without skips and normalisation easier to train?
 
-We measure initialised networks of several depths. The paper initialises the MLPs of OSA with SUO and the MLPs of the ViTs
+We measure untrained networks of several depths. The paper initialises the MLPs of OSA with SUO and the MLPs of the ViTs
 with Xavier. To separate attention from MLPs, we combine OSA (QR), OSA (NS) and softmax with SUO and with Xavier. We also
 measure ViTs with normalisation.
 """
@@ -123,7 +123,7 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
 
 
 def kept_per_block(table: pd.DataFrame, column: str) -> float:
-    """Returns the factor by which a column changes per block of depth, as a geometric mean over seeds."""
+    """Returns the factor by which each added block multiplies the values in `column`: the geometric mean over seeds."""
     slopes = [np.polyfit(own["depth"], np.log(own[column]), 1)[0] for _, own in table.groupby("seed")]
     return float(np.exp(np.mean(slopes)))
 

@@ -24,7 +24,7 @@ from pipeline.studies.paper.section_5 import ABOUT_OSA
 
 RUNS_OF_A_MODEL = (3, 5, 10)  # numbers of runs per model
 FAILING = (0.0, 0.1)  # assumed probabilities that a run fails, that is, does not start to learn
-# Mean and standard deviation of a failing run's accuracy (or minus log epochs), where the second model's true mean is 0.
+# Mean and standard deviation of a failing run's accuracy, or of its −log(epochs), relative to the second model's true mean.
 FAILED, SCATTER = -50.0, 10.0
 PRIMARY_MODELS = ("osa_qr", "vit", "vit_noskip")  # OSA (QR) is compared with each of the ViTs, in accuracy and in speed
 
@@ -43,7 +43,7 @@ def simulated_runs(normal: NDArray, spread: float, mean: float, failing: float) 
 
 
 def family(normal: NDArray, failing: float, declared: Spreads) -> str:
-    """Judges the primary comparisons of one simulated experiment, in which every true difference equals its limit.
+    """Judges the primary comparisons of one simulated experiment. All true differences and all limits are 0.
 
     Returns "reproduced" if at least one comparison passes Holm's test, and "" otherwise.
     """
@@ -82,7 +82,7 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
-    """Returns rates of "reproduced": error rates if the true difference equals the limit, power if it equals the paper's."""
+    """Returns the error rates and the power of the rule: the rates of "reproduced" verdicts in the simulated experiments."""
     errors, power = {}, {}
     for failing, own in tables["rates"].groupby("failing"):
         by_name = own.query("truth == 'limit'").pivot(index="scenario", columns="n", values=REPRODUCED)

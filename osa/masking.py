@@ -85,7 +85,7 @@ def without_padding(query: Tensor, key: Tensor, mask: Tensor) -> tuple[Tensor, T
 
 
 def check_condition(condition: Tensor, message: str) -> None:
-    """Raises ValueError if `condition` is false. In traces, transforms and CUDA graphs, the device raises RuntimeError."""
+    """Raises ValueError if `condition` is false. In traces, transforms and CUDA graphs: RuntimeError, from the device."""
     if not is_eager() or is_captured(condition):
         assert_later(condition, message)
     elif has_values(condition) and not condition.is_meta and not condition:

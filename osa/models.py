@@ -65,7 +65,7 @@ def _softmax_attention(config: ModelConfig) -> LayerAndInit:
 
 
 def _signal_preserving_attention(config: ModelConfig) -> LayerAndInit:
-    assert config.kernel is not None and config.kernel_last is not None  # ModelConfig refuses None here
+    assert config.kernel is not None and config.kernel_last is not None  # ModelConfig refuses None for this attention
     options, shortcut = config.given("causal", "cls_index", "repeated"), config.shortcut or 0.0
     matrices = signal_preserving_attention(  # (L, N, N)
         config.kernel, config.num_tokens, config.depth, config.kernel_last, shortcut=shortcut, **options

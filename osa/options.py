@@ -315,7 +315,7 @@ MODELS: dict[str, ModelOptions] = {
     "osa_shaped": _DKS | {"attention": "orthogonal", "method": "exact", "alpha_times_depth": 0.36},
     "softmax_shaped": _DKS | {"attention": "softmax"},
     "softmax_shaped_norm": _DKS | {"attention": "softmax", "norm": True},
-    # Attention layers of He et al. 2023, and then two models with softmax attention and the same skips as espa_skip
+    # Attention layers of He et al. 2023; the last two models have softmax attention and the same skips as espa_skip
     "vskipinit": _DKS | {"attention": "value_skipinit"},
     "uspa": _DKS | _UNIFORM,
     "espa": _DKS | _EXPONENTIAL,
@@ -325,7 +325,7 @@ MODELS: dict[str, ModelOptions] = {
     "softmax_skip": _SKIP | {"attention": "softmax", "norm": True},
     "softmax_skip_nonorm": _SKIP | {"attention": "softmax"},
 }
-# Both weights of an MLP come from one orthonormal frame. At width 64 and 72 blocks, OSA trains reliably only with such MLPs
+# Both weights of an MLP come from one orthonormal frame. With 72 blocks of width 64, OSA trains reliably only with such MLPs
 MODELS |= {
     "osa_iso": MODELS["osa_shaped"] | _ISO,
     "softmax_iso": MODELS["softmax_shaped"] | _ISO,

@@ -1,6 +1,6 @@
 """Saves and loads models as folders: `model.safetensors` holds the weights, `config.json` holds the options.
 
-The Hugging Face Hub uses the same files, and README.md as the model card.
+The Hugging Face Hub uses the same files; there, README.md is the model card.
 """
 
 import dataclasses

@@ -32,8 +32,8 @@ def orthogonal_attention_varlen(
         query, key: (total, heads, d).
         value: (total, heads, d_value).
         cu_seqlens: the offsets of the B sequences: 0, n₁, n₁ + n₂, …, total. Integers, (B + 1,), on any device.
-        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`. For one scale per
-            head, the shape is (heads, 1, 1). The gradient of "qr_literal" is defined only if all lengths are equal.
+        scale, enable_gqa, method, num_iterations, epsilon: as for `orthogonal_attention`. A scale per head
+            has the shape (heads, 1, 1). The gradient of "qr_literal" is defined only if all lengths are equal.
 
     Returns:
         (total, heads, d_value).

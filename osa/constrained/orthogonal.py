@@ -314,7 +314,7 @@ class Constraint:
         return tuple(itertools.chain(*self.groups))
 
     def views(self, attention: nn.Module) -> list[Views]:
-        """Returns a tuple of views per group of projections, each (num_heads, d_v, d), or (1, d, d) if not `per_head`."""
+        """Returns the views of each group of projections: (num_heads, d_v, d) each, or (1, d, d) if not `per_head`."""
         return [tuple(self._rows(attention, part) for part in group) for group in self.groups]
 
     def _rows(self, attention: nn.Module, part: str) -> Tensor:

@@ -26,7 +26,7 @@ from osa.runtime import VMAP_AND_GRAD, TransformType, constant_to_a_trace, is_ea
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRIED_TOKENS = 1024  # sequence length at which `_agrees` tests hopper/ and long/; the result is used for all lengths
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}  # maximum relative errors for `_agrees`
-HOPPER_TOLERANCE = 1e-2  # above the rounding errors (3e-3 to 6e-3), below the error that a missing product causes (2e-2)
+HOPPER_TOLERANCE = 1e-2  # above the rounding errors (3e-3 to 6e-3), below the error if a matrix product is missing (2e-2)
 PHI1_TOLERANCE = 1e-5
 
 

@@ -34,7 +34,7 @@ from pipeline.data import idx
 from pipeline.training.loop import Training, configure_torch
 from pipeline.training.run import Run
 
-SEED = 5  # git keeps the weights of this seed
+SEED = 10  # a seed of Table 2, so that the trained weights are in git
 SAMPLE_SECONDS = 0.5  # minimum duration of a sample; a shorter step is repeated
 EXACT = "osa_exact"  # our model, which is not in the paper
 COMPILABLE = ("vit", EXACT)

@@ -85,7 +85,7 @@ def rows(lab: Lab) -> list[dict[str, Any]]:
 
 
 def share_above(values: Sequence[float], level: float) -> float:
-    """Returns the probability that a new, normally distributed run exceeds `level`, or NaN if all `values` are equal."""
+    """Returns the probability that a new run's normally distributed value exceeds `level`; NaN if all `values` are equal."""
     estimate = contrast([[0.0], values], (1, -1), equal_spread=True)  # 0 is the new run, so standard_error is s √(1 + 1/n)
     return float(stdtr(estimate.df, -(level + estimate.value) / estimate.standard_error))
 

@@ -198,7 +198,7 @@ class Loss(Comparison):
 
 
 class Speed(Comparison):
-    """The claim that the first model reaches a target train loss in less than `at_most_factor` times the second's epochs.
+    """The claim that the first model reaches a target train loss in fewer than `at_most_factor` × the second's epochs.
 
     `target_loss` computes the target from the second model's runs that start to learn. A run that never reaches the target
     takes infinitely many epochs.

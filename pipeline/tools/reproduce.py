@@ -56,7 +56,7 @@ def bring_up_to_date(settings: params.Params, options: list[str]) -> int:
 
 
 def has_data(source: str) -> bool:
-    """True for a readable published data set. False for the user's images, so that DVC checks whether data.path changed."""
+    """True for a readable published data set. False for the user's images, so that `fetch` runs and checks them."""
     with contextlib.suppress(UserError):
         return bool(source_digest(source)) and source != params.USER_FOLDER
     return False

@@ -90,7 +90,7 @@ class Run:
 
     @property
     def scratch(self) -> Path:
-        """The folder for the run's files during training. `Recorder` appends a key to the folder's name."""
+        """The folder for the run's files during training. `Recorder` appends a key of the configuration to its name."""
         return SCRATCH / self.study / self.name / str(self.seed)
 
     @property

@@ -144,8 +144,8 @@ def sum_terms(b_gram, b_vm, c, p_terms, STORE: tl.constexpr):
     if STORE:
         tl.store(p_terms + 2 * MAX_TERMS * ENTRIES, b_term.to(tl.bfloat16))
     for i_term in range(MAX_TERMS):
-        # `for` and `if` replace `while`, which Triton 3.6 cannot compile here. The code computes the norm in one place,
-        # because a second copy of this computation would spill registers.
+        # `for` and `if` replace `while`, which Triton 3.6 cannot compile here. `size` is computed in one place, because
+        # a second copy of this computation would spill registers.
         if size > least:
             size = tl.sum(b_term * b_term)
             least = tl.where(i_term == 0, factor * size, least)

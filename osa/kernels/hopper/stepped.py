@@ -39,9 +39,9 @@ RADIUS = tl.constexpr(2.5)  # maximum norm of Z/n for n steps, so that no term o
 MAX_STEPS = tl.constexpr(8)  # maximum number of steps with one product per term
 MAX_STEPS_SPLIT = tl.constexpr(8192)  # maximum with SPLIT. If a head needs more, ‖Z‖₂ > 2¹⁴, and no digit is correct
 MAX_TERMS = tl.constexpr(18)  # maximum number of terms of a step
-# Above this value of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼, terms take three products. For independent tokens, the value is 8 to 11
+# Above this value of ‖Z‖_F / (‖Z⁴Y‖/‖Y‖)^¼, a Taylor term is three matrix products. Independent tokens have 8 to 11
 MAX_NONNORMALITY = tl.constexpr(16.0)
-# If balancing divides ‖G‖_F by more than this number, terms take three products. With one, gradients would lose digits
+# If balancing divides ‖G‖_F by more than this, a Taylor term is three matrix products: with one, gradients lose digits
 MAX_CANCELLATION = tl.constexpr(16.0)
 TERM_TOLERANCE, TERM_TOLERANCE_SPLIT = tl.constexpr(2.0**-6), tl.constexpr(2.0**-14)  # like `TERM_TOLERANCE` of fused.py
 MAX_IMBALANCE = tl.constexpr(2.0**10)  # if ‖Z‖_F² / max(Σ|λ|², 1) is larger, no digit is correct even with SPLIT

@@ -54,14 +54,14 @@ def measure(settings: Settings, lab: Lab) -> Tables:
 
 
 def gaussian(seed: int, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, None]]:
-    """Yields (identity, query, key, None) for each case. Queries and keys are Gaussian, (2, 1, N, d_v)."""
+    """Yields (columns that identify the case, query, key, None). Queries and keys are Gaussian, (2, 1, N, d_v)."""
     for (tokens, width), mean in itertools.product(SIZES, KEY_MEANS):
         query, key = lab.normal(seed, f"perturbation/{tokens}x{width}", 2, 2, 1, tokens, width)
         yield {"source": GAUSSIAN, "case": f"N = {tokens}, d_v = {width}, mean {mean:g}"}, query, key + mean, None
 
 
 def models(seed: int, settings: Settings, lab: Lab) -> Iterator[tuple[dict, Tensor, Tensor, Tensor | None]]:
-    """Yields (identity, query, key, scale) for each layer of each model.
+    """Yields (columns that identify the layer, query, key, scale) for each layer of each model.
 
     Queries and keys are (images, h, N, d_v). The scale is None for softmax attention.
     """

@@ -15,7 +15,7 @@ from pipeline.studies.paper.section_5 import judge_all, results_of
 
 
 def summarise(settings: None, tables: Tables, lab: Lab) -> dict:
-    """Returns a row for each model, and an estimate with its interval for each comparison of accuracies in a claim."""
+    """Returns a row for each model, and an estimate with its interval for each claimed difference of accuracies."""
     right, comparisons = right_by_model(lab.tables), {}
     for name, rows in judge_all(results_of(lab), lab).items():
         compared = {key: row for key, row in rows.items() if row["kind"] != "speed"}

@@ -1,5 +1,5 @@
 """Does a repeated run give the same result? Some runs of Table 2 and of the study `first_reading` were trained again:
-by this study, by another study, or in this checkout since the last commit.
+by this study, by another study, or by the user since the last commit.
 
 On the same kind of machine, every bit of the weights and curves is the same. On another kind of machine, rounding differs,
 and the accuracies of a run and its repeat can differ as much as the accuracies of two seeds.

@@ -19,6 +19,7 @@ from tests.pipeline import synthetic
 from tests.pipeline.mnist_files import write_mnist
 from tests.pipeline.synthetic import write_params, write_run
 
+ROOT = Path(__file__).parents[3]
 PAPER = list(params.load_paper().table_2)
 QUICK_ATTENTION = ["--largest", "128", "--repeats", "2"]
 
@@ -90,6 +91,11 @@ def test_straightforward_models_compute_the_same(project, variant, shared_alpha)
     assert sizes[0] == sizes[1] or shared_alpha  # the script has one α for each head
     ours.blocks[0].attention.value.weight.data *= 1.5
     assert not torch.allclose(theirs(images), ours(images), rtol=1e-4, atol=1e-4)
+
+
+def test_the_weights_of_the_timed_steps_are_committed():
+    weights = [ROOT / Run(variant, step.SEED).weights for variant in (*PAPER, step.EXACT)]
+    assert [path for path in weights if not path.exists()] == []
 
 
 @pytest.mark.slow

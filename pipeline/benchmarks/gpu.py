@@ -392,7 +392,7 @@ class Stopwatch:
 
 
 def profile(tiny: bool) -> Rows:
-    """Yields the slowest kernels (on a CPU, operators) of attention and its gradients, at ViT-B/16's size and a longer one."""
+    """Yields the slowest kernels (on a CPU, operators) of attention and its gradients, at ViT-B/16's size and longer."""
     activity = torch.profiler.ProfilerActivity
     for batch, heads, tokens in ((1, 1, 37),) if tiny else SHAPES[:2]:
         inputs, scale = random_inputs(batch, heads, tokens, 64, HALF, NORMS[0])

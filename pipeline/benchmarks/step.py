@@ -41,7 +41,7 @@ COMPILABLE = ("vit", EXACT)
 KEYS = ["model", "code", "weights"]  # columns that identify a row; `weights` is INITIALISED or TRAINED
 Key = tuple[str, str, str]
 PEAK: Key = "product", "", ""  # key of the matrix product that measures the machine's speed
-PEAK_SIZE = 2048  # the product is of two n×n matrices; this is n
+PEAK_SIZE = 2048  # size n of the two n×n matrices in this product
 
 StepCall = Callable[[], object]
 

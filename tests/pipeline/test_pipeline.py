@@ -14,7 +14,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import dvc as _dvc  # noqa: F401  Its loggers keep the streams of now; streams of a test would be closed for the next.
+import dvc as _dvc  # noqa: F401  Imported before any test: its loggers keep the streams that are open at import.
 import pytest
 from ruamel.yaml import YAML
 

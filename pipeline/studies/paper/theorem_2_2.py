@@ -131,15 +131,14 @@ def summarise(settings: Settings, tables: Tables, lab: Lab) -> dict:
     """
     summary = tables["summary"].assign(method=tables["summary"]["stack"].str.split(",").str[0])
     images = summary[summary["tokens"] == "mnist"]
-    stacks = orthogonal_stacks(settings).items()
+    newton_schulz = []
+    for stack, (method, alpha) in orthogonal_stacks(settings).items():
+        if method == "newton_schulz":
+            newton_schulz.append({"alpha": alpha, "change": images.loc[images["stack"] == stack, "change"].max()})
     ranks = images[images["depth"] == settings.depths[-1]].groupby("stack")["effective_rank"].mean()
     return {
         "float64": worst_case(summary.loc[summary["method"].isin(ORTHOGONAL_METHODS), "change"], TOLERANCE),
-        "newton_schulz": [
-            {"alpha": alpha, "change": images.loc[images["stack"] == stack, "change"].max()}
-            for stack, (method, alpha) in stacks
-            if method == "newton_schulz"
-        ],
+        "newton_schulz": newton_schulz,
         "layers": settings.depths[-1],
         "rank": {
             "first": images.loc[images["depth"] == 0, "effective_rank"].mean(),

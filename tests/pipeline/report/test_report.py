@@ -213,7 +213,7 @@ def test_fresh_seeds_answer_the_central_claim_whatever_comes_out():
         assert interval(row["before"]) in answer, "what came before stays"
         table, _, fresh = templates.get_template("paper/section_5.md.j2").render(numbers).partition("### Fresh seeds")
         now, before = (line for line in table.splitlines() if "OSA (QR) − ViT >" in line)
-        assert f" {word}" in now and row["before"]["word"].partition(",")[0] in before
+        assert f" {word}" in now and f"| earlier: {row['before']['word'].partition(',')[0]} |" in before
         assert not [shown for shown in (word, here, "0.123", "0.321", "diverged") if shown not in fresh]
 
 
